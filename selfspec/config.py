@@ -1,0 +1,112 @@
+"""What a user can set for decoding; every field is checked where it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+
+def _check(is_ok: bool, name: str, value: object, allowed: str) -> None:
+    if not is_ok:
+        raise ValueError(f"{name}={value!r} is not allowed: use {allowed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when a sequence ends.
+
+    Penalties, bias and filters are applied in transformers' order: logit bias, repetition penalty, presence and frequency
+    penalties, minimum length, temperature, top-k, top-p, min-p. Presence and frequency penalties count emitted tokens
+    (OpenAI's definition); the repetition penalty counts the prompt too (transformers' definition).
+    """
+
+    max_new_tokens: int = field(default=256, metadata={"help": "most tokens to emit, at least 1"})
+    min_new_tokens: int = field(default=0, metadata={"help": "no end of sequence before this many tokens"})
+    temperature: float = field(default=0.0, metadata={"help": "0 is greedy"})
+    top_k: int = field(default=0, metadata={"help": "keep the k most probable tokens; 0 keeps all"})
+    top_p: float = field(default=1.0, metadata={"help": "keep the smallest set of tokens with this much probability"})
+    min_p: float = field(default=0.0, metadata={"help": "drop tokens below this share of the top probability"})
+    repetition_penalty: float = field(default=1.0, metadata={"help": "> 1 discourages tokens of prompt and output"})
+    presence_penalty: float = field(default=0.0, metadata={"help": "subtracted once from every token emitted before"})
+    frequency_penalty: float = field(default=0.0, metadata={"help": "subtracted per earlier emission of a token"})
+    logit_bias: Mapping[int, float] = field(default_factory=dict, metadata={"help": "token id -> added to its logit"})
+    seed: int | None = field(default=None, metadata={"help": "same seed, same output; None draws a fresh one"})
+    stop: Sequence[str] = field(default=(), metadata={"help": "strings that end the output, not part of it"})
+    stop_token_ids: Sequence[int] = field(default=(), metadata={"help": "token ids that end the output"})
+    ignore_eos: bool = field(default=False, metadata={"help": "do not end at the model's end-of-sequence tokens"})
+    logprobs: bool = field(default=False, metadata={"help": "log-probability of each emitted token under the target"})
+    n: int = field(default=1, metadata={"help": "samples for each prompt"})
+
+    def __post_init__(self) -> None:
+        _check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "a whole number of at least 1")
+        _check(
+            0 <= self.min_new_tokens <= self.max_new_tokens,
+            "min_new_tokens",
+            self.min_new_tokens,
+            f"0 to max_new_tokens ({self.max_new_tokens})",
+        )
+        _check(self.temperature >= 0 and math.isfinite(self.temperature), "temperature", self.temperature, "0 or more")
+        _check(self.top_k >= 0, "top_k", self.top_k, "0 (off) or a positive whole number")
+        _check(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
+        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
+        _check(
+            self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty),
+            "repetition_penalty",
+            self.repetition_penalty,
+            "a positive number (1 is off)",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(math.isfinite(getattr(self, name)), name, getattr(self, name), "a finite number (0 is off)")
+        for token_id, bias in self.logit_bias.items():
+            _check(
+                int(token_id) >= 0 and not math.isnan(bias) and bias != math.inf,
+                "logit_bias",
+                {token_id: bias},
+                "token ids of at least 0 with a number below +inf",
+            )
+        if self.seed is not None:
+            _check(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit whole number")
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        _check(all(self.stop), "stop", self.stop, "strings that are not empty")
+        _check(self.n >= 1, "n", self.n, "a whole number of at least 1")
+        # Normal forms: equal settings compare and hash equal, and nothing outside can change them.
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(int(token_id) for token_id in self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in self.logit_bias.items()})
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def uses_history(self) -> bool:
+        """True where a token's logit depends on the tokens before it other than through the model."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def is_plain(self) -> bool:
+        """True where every node's token can be chosen at once: argmax, or a draw from the unfiltered distribution."""
+        filters = not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        return not (self.uses_history or filters or self.logit_bias or self.min_new_tokens)
+
+    def law(self) -> tuple[object, ...]:
+        """What decides the token distribution, hashable: rows with equal laws are processed together."""
+        return (
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.repetition_penalty,
+            self.presence_penalty,
+            self.frequency_penalty,
+            tuple(sorted(self.logit_bias.items())),
+            self.min_new_tokens,
+            self.stop_token_ids if self.min_new_tokens else (),
+            self.ignore_eos if self.min_new_tokens else False,
+        )
+
+    def with_(self, **changes: object) -> SamplingParams:
+        """A copy with some fields replaced, checked again."""
+        return replace(self, **changes)  # type: ignore[arg-type]

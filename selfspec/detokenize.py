@@ -1,0 +1,92 @@
+"""Token ids to text pieces, as they come, and the end of an output: stop strings found wherever they fall.
+
+Invariant: the pieces joined are the final text; no piece ever holds a part of a stop string or half a character.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class TextStream:
+    """Incremental detokenisation of one sequence.
+
+    Args:
+        tokenizer: anything with transformers' `decode(ids, skip_special_tokens=True)`; None for no text at all.
+        stop: strings that end the text.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        # Only ids from `_start` on are decoded again: what `_shown` of them say is part of the text already.
+        self._start = 0
+        self._shown = 0
+        self.text = ""
+        self._num_taken = 0
+        self.stop_string: str | None = None
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> bool:
+        """Add a token; returns True when a stop string is complete, after which the text ends before it."""
+        if self._tokenizer is None:
+            return False
+        self._ids.append(token_id)
+        fresh = self._decode_tail()
+        if not fresh:
+            return False
+        begin = len(self.text)
+        self.text += fresh
+        return may_stop and self._cut(begin)
+
+    def finish(self) -> None:
+        """No token follows: what was held back as half a character is shown as it is."""
+        if self._tokenizer is not None and self.stop_string is None:
+            self.text += self._decode(self._ids[self._start :])[len(self._decode(self._ids[self._start : self._shown])) :]
+            self._start = self._shown = len(self._ids)
+
+    def take(self, *, is_last: bool = False) -> str:
+        """The text that may be shown and has not been; all of it once the sequence has ended."""
+        end = len(self.text) if is_last or self.stop_string is not None else len(self.text) - self._held_back()
+        piece = self.text[self._num_taken : end]
+        self._num_taken = max(self._num_taken, end)
+        return piece
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _decode_tail(self) -> str:
+        """Text that the ids beyond `_shown` add, or "" while they end inside a character.
+
+        Decoding starts a few tokens earlier, since a token's text can depend on the one before it (leading spaces).
+        """
+        before = self._decode(self._ids[self._start : self._shown])
+        after = self._decode(self._ids[self._start :])
+        if after.endswith("\ufffd"):
+            return ""
+        self._start, self._shown = self._shown, len(self._ids)
+        return after[len(before) :]
+
+    def _cut(self, begin: int) -> bool:
+        """End the text before the earliest stop string that the characters from `begin` on complete."""
+        found: tuple[int, str] | None = None
+        for stop in self._stop:
+            at = self.text.find(stop, max(0, begin - len(stop) + 1))
+            if at >= 0 and (found is None or at < found[0]):
+                found = (at, stop)
+        if found is None:
+            return False
+        self.text = self.text[: found[0]]
+        self.stop_string = found[1]
+        return True
+
+    def _held_back(self) -> int:
+        """Length of the longest end of the text that a stop string may go on from."""
+        longest = 0
+        for stop in self._stop:
+            for size in range(min(len(stop) - 1, len(self.text)), longest, -1):
+                if self.text.endswith(stop[:size]):
+                    longest = size
+                    break
+        return longest

@@ -1,0 +1,91 @@
+"""What the commands show: results on stdout, progress on stderr and only where a person watches it."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from selfspec.compare import Answer, Mode, first_difference
+from selfspec.doctor import Finding
+from selfspec.prompts import PromptRow
+
+stdout = Console(highlight=False)
+stderr = Console(stderr=True, highlight=False)
+
+STATE_STYLES = {"ok": "green", "note": "yellow", "missing": "red"}
+
+
+@contextlib.contextmanager
+def stage(message: str) -> Iterator[Callable[[str], None]]:
+    """A spinner beside one line of text, which the yielded function replaces."""
+    if not stderr.is_terminal:
+        yield lambda _: None
+        return
+    with stderr.status(message) as status:
+        yield status.update
+
+
+@contextlib.contextmanager
+def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar that moves by one at every call of the yielded function."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda: bar.advance(task)
+
+
+def show_comparison(modes: Sequence[Mode], answer_ids: Sequence[str | int]) -> None:
+    """One row for each mode, against the first."""
+    baseline = modes[0]
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("drafter")
+    for heading in ("tokens/s", "speed-up", "acceptance length", "target passes"):
+        table.add_column(heading, justify="right")
+    table.add_column("output")
+    for mode in modes:
+        table.add_row(
+            mode.name,
+            f"{mode.tokens_per_second:.1f}",
+            f"{mode.tokens_per_second / baseline.tokens_per_second:.2f}x",
+            f"{mode.acceptance_length:.2f}",
+            str(mode.num_target_passes),
+            Text("the reference") if mode is baseline else _verdict(mode, baseline, answer_ids),
+        )
+    stdout.print(table)
+    stdout.print(
+        f"{len(answer_ids)} answers, {baseline.num_tokens} tokens. Speeds include prefill; the first row is the baseline.\n"
+        "Acceptance length: tokens per target pass, bonus token included."
+    )
+
+
+def _verdict(mode: Mode, baseline: Mode, answer_ids: Sequence[str | int]) -> Text:
+    difference = first_difference(mode, baseline)
+    if difference is None:
+        return Text("identical", style="green")
+    place = f"{answer_ids[difference.answer_index]}, token {difference.position}"
+    return Text(f"differs from {place}", style="red")
+
+
+def show_answer(row: PromptRow, answer: Answer) -> None:
+    """A question and its answer, both cut to an excerpt."""
+    question = row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
+    title = Text(_excerpt(question, 70))
+    stdout.print(Panel(Text(_excerpt(answer.text, 400)), title=title, title_align="left"))
+
+
+def _excerpt(text: str, max_chars: int) -> str:
+    text = text.strip()
+    return text if len(text) <= max_chars else text[: max_chars - 1].rstrip() + "…"
+
+
+def show_findings(findings: Sequence[Finding]) -> None:
+    """The doctor's report."""
+    table = Table(box=None, show_header=False)
+    for finding in findings:
+        table.add_row(Text(finding.state, style=STATE_STYLES[finding.state]), finding.subject, Text(finding.detail))
+    stdout.print(table)

@@ -1,0 +1,55 @@
+"""What the decode loop asks of a drafter: a candidate tree a step, from whatever state it keeps for itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence as Sequence_
+from typing import TYPE_CHECKING
+
+import torch
+
+from selfspec.tree import CandidateTree, chain
+
+if TYPE_CHECKING:
+    from selfspec.accept import Acceptance
+    from selfspec.sequence import Batch, Sequence
+
+
+class Drafter(ABC):
+    """Proposes trees and follows what became of them.
+
+    Attributes:
+        name: as written on the command line.
+        num_draft_tokens: how deep it drafts when nothing limits it.
+        features: hidden states of the target that it wants of every committed token (see `selfspec.target`).
+        is_costly: drafting takes a noticeable part of a target pass, so the planner decides before it, not only after.
+    """
+
+    name: str = ""
+    num_draft_tokens: int = 0
+    features: Sequence_[int] = ()
+    is_costly: bool = False
+
+    def admit(self, sequence: Sequence, features: Mapping[int, torch.Tensor]) -> None:
+        """A prompt was prefilled; `features` are those of all its tokens but the last, each [1, T, E]."""
+
+    @abstractmethod
+    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+        """A tree for every row, at most `num_draft_tokens` deep (0: the roots alone)."""
+
+    def commit(
+        self, batch: Batch, tree: CandidateTree, acceptance: Acceptance, features: Mapping[int, torch.Tensor]
+    ) -> None:
+        """The step's outcome: `features` are those of the tree's nodes, each [B, N, E]."""
+
+    def retire(self, sequence: Sequence) -> None:
+        """A sequence ended or was cancelled: drop its state. Called once for every admitted sequence."""
+
+
+class NoDrafter(Drafter):
+    """Autoregressive decoding: the tree is its root."""
+
+    name = "none"
+
+    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+        return chain(batch.roots)

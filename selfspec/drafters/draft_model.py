@@ -1,0 +1,180 @@
+"""A small model of the same vocabulary drafts a chain, token by token (https://arxiv.org/abs/2211.17192).
+
+The draft model is itself a `Target` with its own KV cache. Invariant: of every row it has cached a prefix of the committed
+tokens; the rest (one token after a rejection, two after a fully accepted chain) is caught up at the next proposal's first
+pass. Rolling back is shortening the prefix.
+
+Deterministic drafts (the default) take the token that the *draft's* processed logits and the *target's* noise at that position
+choose: a function of seed and position, so exactness does not depend on it, and the better draft and target agree, the more
+often both choose the same token. Sampled drafts are drawn with noise of their own and verified by `accept_sampled`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from selfspec.cache import CacheRow
+from selfspec.drafters.base import Drafter
+from selfspec.noise import Stream
+from selfspec.tree import CandidateTree, chain
+
+if TYPE_CHECKING:
+    from selfspec.accept import Acceptance
+    from selfspec.sequence import Batch, Sequence
+    from selfspec.target import Target
+
+logger = logging.getLogger(__name__)
+
+
+class DraftModelDrafter(Drafter):
+    """Drafts with another causal LM.
+
+    Args:
+        draft: the draft model; its logits are cut or padded to the target's vocabulary size.
+        vocab_size: the target's.
+        is_sampled: draw the drafts and verify by speculative sampling: the target's law, but no longer token for token what
+            plain sampling gives with the same seed.
+    """
+
+    is_costly = True
+
+    def __init__(
+        self,
+        draft: Target,
+        vocab_size: int,
+        *,
+        num_draft_tokens: int = 5,
+        is_sampled: bool = False,
+        name: str = "draft_model",
+    ) -> None:
+        if num_draft_tokens < 1:
+            raise ValueError(f"num_draft_tokens={num_draft_tokens} is not allowed: draft at least one token")
+        self.name = name
+        self.draft = draft
+        self.vocab_size = vocab_size
+        self.num_draft_tokens = num_draft_tokens
+        self.is_sampled = is_sampled
+        self._cache = draft.new_cache()
+        self._rows: dict[Sequence, CacheRow] = {}
+
+    def admit(self, sequence: Sequence, features: Mapping[int, torch.Tensor]) -> None:
+        self._rows[sequence] = self._cache.open_row()
+
+    def retire(self, sequence: Sequence) -> None:
+        if (row := self._rows.pop(sequence, None)) is not None:
+            self._cache.release(row)
+
+    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+        K = num_draft_tokens
+        if K == 0:
+            return chain(batch.roots)
+        active = [b for b, s in enumerate(batch.sequences) if s.num_tokens + K <= self.draft.context_length]
+        if len(active) < len(batch):
+            self._note_paused(batch, set(active))
+        if not active:
+            return chain(batch.roots)
+        rows = [self._rows[batch.sequences[b]] for b in active]
+        index = torch.tensor(active).to(batch.device)
+        logits = self._catch_up(batch, active, rows)
+        drafts, probs = [], []
+        for depth in range(K):
+            token, draft_probs = self._choose(batch, logits, index, depth)
+            drafts.append(token)
+            probs.append(draft_probs)
+            if depth + 1 < K:
+                logits = self.draft.verify(chain(token[index]), rows, self._cache).logits[:, 0]
+                for row in rows:
+                    self._cache.advance(row, 1)
+        is_active = torch.zeros(len(batch), dtype=torch.bool, device=batch.device).index_fill_(0, index, True)
+        tokens = torch.where(is_active[:, None], torch.stack(drafts, dim=1), -1)
+        return chain(batch.roots, tokens, draft_probs=torch.stack(probs, dim=1) if self.is_sampled else None)
+
+    def commit(
+        self, batch: Batch, tree: CandidateTree, acceptance: Acceptance, features: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Forget the drafts that were not accepted: the draft's prefix never outgrows the target's."""
+        for sequence in batch.sequences:
+            row = self._rows[sequence]
+            self._cache.rewind(row, min(row.length, sequence.row.length))
+
+    def _catch_up(self, batch: Batch, active: list[int], rows: list[CacheRow]) -> torch.Tensor:
+        """Cache the committed tokens that the draft has not seen; logits [A, V] after each row's root."""
+        pending = []
+        for b, row in zip(active, rows, strict=True):
+            num_tokens = batch.sequences[b].num_tokens
+            if num_tokens - row.length > 2:
+                self.draft.prefill(batch.history[b, row.length : num_tokens - 1], row, self._cache)
+            pending.append(num_tokens - row.length)
+        width = max(pending)
+        first = torch.tensor([row.length for row in rows]).to(batch.device)
+        count = torch.tensor(pending).to(batch.device)
+        offsets = torch.arange(width, device=batch.device)
+        tokens = batch.history[torch.tensor(active).to(batch.device)].gather(1, first[:, None] + offsets)
+        tokens = torch.where(offsets < count[:, None], tokens, -1)
+        logits = self.draft.verify(chain(tokens[:, 0], tokens[:, 1:]), rows, self._cache).logits
+        for row, num_tokens in zip(rows, pending, strict=True):
+            self._cache.advance(row, num_tokens)
+        return logits.gather(1, (count - 1)[:, None, None].expand(-1, 1, logits.shape[-1]))[:, 0]
+
+    def _choose(
+        self, batch: Batch, logits: torch.Tensor, index: torch.Tensor, depth: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each row's next draft [B], and the distribution it was drawn from [B, V] (for sampled drafts)."""
+        fitted = logits.new_zeros(len(batch), self.vocab_size)
+        fitted[index] = fit_vocab(logits, self.vocab_size)
+        sampler = batch.sampler
+        if self.is_sampled:
+            processed = sampler.process(fitted, depth)
+            token = sampler.draw(processed, depth, Stream.DRAFT)
+            probs = processed.softmax(-1)
+        else:
+            token, probs = sampler.choose(fitted, depth), fitted
+        sampler.record(token, depth)
+        return token, probs
+
+    def _note_paused(self, batch: Batch, active: set[int]) -> None:
+        for b, sequence in enumerate(batch.sequences):
+            if b not in active:
+                if sequence.num_paused_passes == 0:
+                    logger.warning(
+                        "the text has outgrown the draft model's context of %d tokens: decoding it without drafts",
+                        self.draft.context_length,
+                    )
+                sequence.num_paused_passes += 1
+
+
+def fit_vocab(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Cut or pad draft logits [..., V'] to the target's vocabulary: padded embeddings give equal tokenizers unequal V."""
+    size = logits.shape[-1]
+    if size >= vocab_size:
+        return logits[..., :vocab_size]
+    return torch.nn.functional.pad(logits, (0, vocab_size - size), value=-torch.inf)
+
+
+def check_same_tokenizer(target: Any, draft: Any) -> None:
+    """Raise a ValueError naming the first difference unless both tokenizers give every text the same ids."""
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    by_id = sorted(ours.items(), key=lambda item: item[1])
+    for token, token_id in by_id:
+        if theirs.get(token) != token_id:
+            raise ValueError(
+                f"the draft model's tokenizer differs from the target's: token {token!r} has id {token_id} in the target and "
+                f"{theirs.get(token, 'none')} in the draft; a draft model needs the target's own tokenizer"
+            )
+    extra = sorted(set(theirs) - set(ours), key=theirs.__getitem__)
+    if extra:
+        raise ValueError(
+            f"the draft model's tokenizer differs from the target's: token {extra[0]!r} (id {theirs[extra[0]]}) is the "
+            "draft's alone; a draft model needs the target's own tokenizer"
+        )
+    sample = "Hello, world! 12345 déjà vu\n\tx = [1, 2]  # 日本"
+    ids = target(sample).input_ids, draft(sample).input_ids
+    if ids[0] != ids[1]:
+        raise ValueError(
+            f"the draft model's tokenizer splits text otherwise than the target's ({ids[1][:8]} against {ids[0][:8]} …): "
+            "a draft model needs the target's own tokenizer"
+        )

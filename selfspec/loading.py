@@ -1,0 +1,125 @@
+"""From a path or Hub id to a frozen model and its tokenizer, or to one sentence that says why not."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from selfspec.packing import can_pack, pack_linear_layers
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """`auto` is the first CUDA device, or else the CPU."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    resolved = torch.device(device)
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda' was asked for, but torch sees no CUDA device: use device='cpu'")
+    return resolved
+
+
+def resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    """`auto` is float32 on CPU and the checkpoint's own type elsewhere."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else (config.dtype or torch.bfloat16)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} is not known: use auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def load_model(
+    source: str | Path, *, dtype: str | torch.dtype, device: str | torch.device, revision: str | None = None
+) -> tuple[PreTrainedModel, Any]:
+    """Load, check, freeze and place a causal language model.
+
+    Args:
+        dtype: a torch dtype or its name, `auto`, or `int8` (weight-only, through torchao).
+
+    Returns:
+        The model in evaluation mode, without gradients, and its tokenizer.
+
+    Raises:
+        ValueError: unknown or damaged source, or a family that cannot be served; the sentence says which.
+    """
+    resolved_device = resolve_device(device)
+    config = _load_config(source, revision)
+    check_family(config)
+    use_int8 = dtype == "int8"
+    resolved_dtype = resolve_dtype("auto" if use_int8 else dtype, config, resolved_device)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source, revision=revision, dtype=resolved_dtype, output_loading_info=True
+        )
+    except SafetensorError as error:
+        raise ValueError(f"{source}: a weight file is damaged ({error}): download or copy the model again") from error
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{source}: cannot load the model: {_first_line(error)}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"{source}: the checkpoint lacks {len(missing)} weights ({missing[0]} first): download or copy the model again"
+        )
+    model = model.to(resolved_device).eval().requires_grad_(False)
+    if use_int8:
+        _quantize_int8(model)
+    elif resolved_device.type == "cpu" and can_pack():
+        logger.debug("packed %d linear layers for CPU decoding", pack_linear_layers(model))
+    return model, tokenizer
+
+
+def check_family(config: PretrainedConfig) -> None:
+    """Refuse, by name, what a paged KV cache and tree attention cannot serve.
+
+    Only what the configuration shows is refused here; `Target` then checks the model's own behaviour.
+    """
+    name = config.model_type
+    if config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder model: selfspec serves decoder-only language models")
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    odd = kinds - {"full_attention", "sliding_attention"}
+    if odd:
+        raise ValueError(f"{name} has layers of type {', '.join(sorted(odd))}: only full and sliding attention are served")
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise ValueError(f"{name} shares key-value states between layers, which selfspec does not serve")
+    if getattr(text, "attention_chunk_size", None):
+        raise ValueError(f"{name} uses chunked attention, which selfspec does not serve")
+
+
+def _load_config(source: str | Path, revision: str | None) -> PretrainedConfig:
+    is_local = Path(source).exists()
+    try:
+        return AutoConfig.from_pretrained(source, revision=revision)
+    except (OSError, ValueError, KeyError, HFValidationError) as error:
+        if is_local:
+            raise ValueError(f"{source}: not a Hugging Face model folder: {_first_line(error)}") from error
+        raise ValueError(
+            f"{source}: no such folder, and not to be had from the Hugging Face Hub ({_first_line(error)}): "
+            "check the spelling, your network and your access token"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def _quantize_int8(model: PreTrainedModel) -> None:
+    try:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    except ImportError as error:
+        raise ValueError("dtype='int8' needs torchao: pip install 'selfspec[quant]'") from error
+    quantize_(model, Int8WeightOnlyConfig())

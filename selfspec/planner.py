@@ -1,0 +1,125 @@
+"""How much to draft in the next step, zero included, so that speculation never costs more than it brings.
+
+The planner measures what a round costs at each size and how often drafts of each depth hold, and picks the size with the most
+expected tokens a second:
+
+    rate(N) = (B + sum over rows of the best N - 1 nodes' acceptance probabilities) / (draft seconds + verify seconds(N))
+
+(the expected acceptance length of https://arxiv.org/abs/2211.17192, with a probability for every node in place of one constant
+rate). Sizes it has not tried are guessed cheap, so that they are tried, and the measurement then decides. Only deterministic
+drafts are pruned by their scores; the size of a sampled draft is fixed before anything is drawn.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from selfspec.tree import CandidateTree
+
+if TYPE_CHECKING:
+    from selfspec.accept import Acceptance
+    from selfspec.drafters.base import Drafter
+    from selfspec.sequence import Batch
+
+
+class Planner:
+    """Chooses draft sizes from measurements.
+
+    Args:
+        is_active: False drafts as much as the drafter can, always.
+    """
+
+    # How many timings of one size are remembered; their median stands for it.
+    MEMORY = 15
+    # What an untried node is guessed to add to a pass, relative to a pass over one node.
+    NODE_COST = 0.01
+    # A step without drafts is taken this often, so that the cost of plain decoding stays known; so is a short draft while
+    # drafting does not pay, so that it can start to.
+    PROBE_EVERY = 48
+
+    def __init__(self, *, is_active: bool = True) -> None:
+        self.is_active = is_active
+        self._verify: dict[int, dict[int, deque[float]]] = {}
+        self._draft: dict[int, deque[float]] = {}
+        self._trials: list[float] = []
+        self._hits: list[float] = []
+        self._steps = 0
+        self._is_probe = False
+
+    def num_draft_tokens(self, drafter: Drafter, batch: Batch) -> int:
+        """How deep the drafter should go in this step."""
+        limit = min(drafter.num_draft_tokens, max(sequence.max_depth for sequence in batch.sequences))
+        if not self.is_active or limit <= 0:
+            return max(limit, 0)
+        self._steps += 1
+        self._is_probe = self._steps % self.PROBE_EVERY == 2
+        if self._is_probe:
+            return 0
+        if not drafter.is_costly:
+            return limit
+        rates = [self._rate_of_chain(depth, len(batch)) for depth in range(limit + 1)]
+        best = max(range(limit + 1), key=rates.__getitem__)
+        if best == 0 and self._steps % self.PROBE_EVERY == self.PROBE_EVERY // 2:
+            return min(limit, 2)
+        return best
+
+    def prune(self, tree: CandidateTree) -> CandidateTree:
+        """Drop the nodes that cost more than they promise."""
+        if not self.is_active or tree.scores is None or not tree.is_deterministic or tree.num_nodes == 1:
+            return tree
+        B, N = tree.tokens.shape
+        chances = torch.where(tree.is_real, tree.scores.exp(), 0.0)[:, 1:]
+        gains = chances.sort(dim=1, descending=True).values.sum(0).cumsum(0).tolist()
+        rates = [(B + gain) / self._verify_seconds(B, size) for size, gain in enumerate([0.0, *gains], start=1)]
+        return tree.prune(1 + max(range(N), key=rates.__getitem__))
+
+    def observe(self, tree: CandidateTree, acceptance: Acceptance, draft_seconds: float, verify_seconds: float) -> None:
+        """A step's cost and outcome."""
+        if not self.is_active:
+            return
+        B, N = tree.tokens.shape
+        sizes = self._verify.setdefault(B, {})
+        sizes.setdefault(N, deque(maxlen=self.MEMORY)).append(verify_seconds)
+        if tree.max_depth > 0:
+            self._draft.setdefault(B, deque(maxlen=self.MEMORY)).append(draft_seconds / tree.max_depth)
+        drafted = (tree.depths.amax(1)).tolist()
+        for depth_reached, num_accepted in zip(drafted, acceptance.num_accepted.tolist(), strict=True):
+            self._count(depth_reached, num_accepted)
+
+    def _count(self, num_drafted: int, num_accepted: int) -> None:
+        while len(self._trials) < num_drafted:
+            # A prior in favour of drafting, worth a few trials.
+            self._trials.append(4.0)
+            self._hits.append(3.0)
+        for depth in range(min(num_drafted, num_accepted + 1)):
+            self._trials[depth] = self._trials[depth] * 0.98 + 1
+            self._hits[depth] = self._hits[depth] * 0.98 + (depth < num_accepted)
+
+    def _rate_of_chain(self, depth: int, num_rows: int) -> float:
+        expected, chance = 1.0, 1.0
+        for d in range(depth):
+            chance *= self._hits[d] / self._trials[d] if d < len(self._trials) else 0.75
+            expected += chance
+        draft = median(self._draft[num_rows]) * depth if num_rows in self._draft else 0.0
+        return expected / (self._verify_seconds(num_rows, depth + 1) + draft)
+
+    def _verify_seconds(self, num_rows: int, num_nodes: int) -> float:
+        """Seconds of a pass over `num_nodes` nodes: measured, interpolated, or guessed from the nearest size below."""
+        sizes = self._verify.get(num_rows)
+        if not sizes:
+            return 1 + self.NODE_COST * (num_nodes - 1)
+        if num_nodes in sizes:
+            return median(sizes[num_nodes])
+        below = max((size for size in sizes if size < num_nodes), default=None)
+        above = min((size for size in sizes if size > num_nodes), default=None)
+        if below is None:
+            assert above is not None
+            return median(sizes[above]) * (1 - self.NODE_COST * (above - num_nodes))
+        low = median(sizes[below])
+        if above is None:
+            return low * (1 + self.NODE_COST * (num_nodes - below))
+        return low + (median(sizes[above]) - low) * (num_nodes - below) / (above - below)

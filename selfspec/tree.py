@@ -1,0 +1,157 @@
+"""Candidate trees: what a drafter proposes and one target pass verifies. Pure tensors, no model.
+
+Invariants: node 0 is the root, the last committed token, whose KV is not in the prefix yet; `parents[i] < i`; a node's
+position is the prefix length plus its depth. A padding node has token -1, parent -1 and depth 0: it sees only the prefix and
+itself, is nobody's child, and can never be accepted, whatever token the target chooses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class CandidateTree:
+    """A batch of trees of N nodes each, padded to one shape.
+
+    Attributes:
+        tokens, parents, depths: [B, N] int64.
+        max_depth: the longest path's length that the shape allows, K; known on the host so that no loop asks the device.
+        is_chain: every row is one path laid out in order (`parents[i] == i - 1`, padding only at the end).
+        scores: [B, N] float32 log-probability, as the drafter estimates it, that the path down to the node is accepted;
+            never rising along a path. None where the drafter has no estimate.
+        draft_probs: [B, N, V] distribution that node i's token was *drawn* from; None for deterministic drafts, whose
+            draft distribution is a point mass whatever the drafter's own probabilities were.
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    depths: torch.Tensor
+    max_depth: int
+    is_chain: bool = False
+    scores: torch.Tensor | None = None
+    draft_probs: torch.Tensor | None = None
+
+    @property
+    def is_deterministic(self) -> bool:
+        return self.draft_probs is None
+
+    @property
+    def num_nodes(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def is_real(self) -> torch.Tensor:
+        """[B, N] bool: true where the node is not padding."""
+        return self.tokens >= 0
+
+    def ancestor_mask(self) -> torch.Tensor:
+        """[B, N, N] bool: `mask[b, i, j]` is true iff j is i or an ancestor of i."""
+        B, N = self.tokens.shape
+        eye = torch.eye(N, dtype=torch.bool, device=self.tokens.device).expand(B, N, N)
+        if self.is_chain:
+            chain = torch.ones(N, N, dtype=torch.bool, device=self.tokens.device).tril()
+            return torch.where(self.is_real[:, :, None], chain, eye)
+        # Reachability by doubling: log2(depth) products instead of one loop per node.
+        mask = eye | (self.parents[:, :, None] == torch.arange(N, device=self.tokens.device))
+        reach = 1
+        while reach < self.max_depth:
+            mask = torch.bmm(mask.float(), mask.float()) > 0
+            reach *= 2
+        return mask
+
+    def limit_depth(self, limits: torch.Tensor) -> CandidateTree:
+        """Turn the nodes of row b that lie deeper than `limits[b]` into padding; the root always stays."""
+        keep = self.depths <= limits[:, None].clamp(min=0)
+        return replace(
+            self,
+            tokens=torch.where(keep, self.tokens, -1),
+            parents=torch.where(keep, self.parents, -1),
+            depths=torch.where(keep, self.depths, 0),
+        )
+
+    def prune(self, num_nodes: int) -> CandidateTree:
+        """Keep the `num_nodes` best-scored nodes of every row; order and ancestry survive.
+
+        Scores never rise along a path and ties go to the lower index, which is an ancestor's before its child's, so a node
+        is never kept without its parent, equal scores included.
+        """
+        B, N = self.tokens.shape
+        if num_nodes >= N:
+            return self
+        assert self.is_deterministic, "a sampled draft must not be selected by its own scores"
+        if self.is_chain:
+            return replace(
+                self,
+                tokens=self.tokens[:, :num_nodes],
+                parents=self.parents[:, :num_nodes],
+                depths=self.depths[:, :num_nodes],
+                scores=None if self.scores is None else self.scores[:, :num_nodes],
+                max_depth=min(self.max_depth, num_nodes - 1),
+            )
+        assert self.scores is not None, "pruning a tree needs scores"
+        ranked = torch.where(self.is_real, self.scores, -torch.inf)
+        kept = ranked.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes].sort(dim=1).values
+        new_index = torch.full((B, N), -1, dtype=torch.int64, device=self.tokens.device)
+        new_index.scatter_(1, kept, torch.arange(num_nodes, device=self.tokens.device).expand(B, num_nodes))
+        parents = self.parents.gather(1, kept)
+        parents = torch.where(parents >= 0, new_index.gather(1, parents.clamp(min=0)), -1)
+        return replace(
+            self,
+            tokens=self.tokens.gather(1, kept),
+            parents=parents,
+            depths=self.depths.gather(1, kept),
+            scores=self.scores.gather(1, kept),
+            max_depth=min(self.max_depth, num_nodes - 1),
+        )
+
+
+def chain(
+    roots: torch.Tensor,
+    drafts: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+    draft_probs: torch.Tensor | None = None,
+) -> CandidateTree:
+    """A path per row: the root, then `drafts [B, K]` until the first -1.
+
+    Args:
+        roots: [B].
+        scores: [B, K] log-probability that draft k and all before it are accepted.
+        draft_probs: [B, K, V] for sampled drafts.
+    """
+    B = roots.shape[0]
+    if drafts is None:
+        drafts = roots.new_empty(B, 0)
+    K = drafts.shape[1]
+    is_real = (drafts >= 0).cumprod(1).bool()
+    tokens = torch.cat([roots[:, None], torch.where(is_real, drafts, -1)], dim=1)
+    depths = torch.arange(K + 1, device=roots.device).expand(B, K + 1)
+    return CandidateTree(
+        tokens=tokens,
+        parents=torch.where(tokens >= 0, depths - 1, -1),
+        depths=torch.where(tokens >= 0, depths, 0),
+        max_depth=K,
+        is_chain=True,
+        scores=None if scores is None else torch.cat([scores.new_zeros(B, 1), scores], dim=1),
+        draft_probs=None if draft_probs is None else torch.cat([draft_probs.new_zeros(B, 1, draft_probs.shape[2]), draft_probs], dim=1),
+    )
+
+
+def from_parents(tokens: torch.Tensor, parents: torch.Tensor, scores: torch.Tensor | None = None) -> CandidateTree:
+    """A tree from explicit parents; depths follow from them. Asserts `parents[i] < i` and a root at node 0.
+
+    Args:
+        tokens, parents: [B, N] int64; padding nodes have token -1 and parent -1.
+    """
+    B, N = tokens.shape
+    index = torch.arange(N, device=tokens.device)
+    assert bool((parents < index).all()) and bool((parents[:, 0] == -1).all()), "parents must precede their children"
+    assert bool(((parents >= 0) == (tokens >= 0))[:, 1:].all()), "padding has neither a token nor a parent"
+    depths = torch.zeros_like(parents)
+    ancestor = parents
+    while bool((ancestor >= 0).any()):
+        depths = depths + (ancestor >= 0)
+        ancestor = torch.where(ancestor >= 0, parents.gather(1, ancestor.clamp(min=0)), -1)
+    return CandidateTree(tokens, parents, depths, max_depth=int(depths.max()), scores=scores)
