@@ -3,6 +3,7 @@
 torch and transformers take seconds to import, so that each command imports what it needs.
 """
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,12 +19,7 @@ if TYPE_CHECKING:
     from selfspec.compare import Mode
     from selfspec.target import Target
 
-app = typer.Typer(
-    help="Several tokens per forward pass from a frozen Hugging Face model, with unchanged output.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 DEMO_PROMPTS = Path(__file__).parent / "data" / "demo_prompts.jsonl"
 
@@ -35,6 +31,13 @@ BatchSizeOption = Annotated[int, typer.Option("--batch-size", help="sequences de
 PromptFileOption = Annotated[
     Path, typer.Option("--prompt-file", help="JSON lines with an id and one of: prompt, messages, turns")
 ]
+
+
+@app.callback()
+def main() -> None:
+    """Several tokens per forward pass from a frozen Hugging Face model, with unchanged output."""
+    # Read when torch is loaded. Threads that spin while they wait are many times slower where cores are shared.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @command(app, target=TargetOptions, draft=DraftOptions, sampling=SamplingParams)
@@ -185,19 +188,26 @@ def doctor() -> None:
 
 
 def _load(options: TargetOptions) -> "Target":
-    from transformers.utils import logging
-
-    # transformers' own bars and advice would tear our output.
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    _quiet_libraries()
     return options.load()
 
 
 def _fetch(directory: Path | None, gguf: Path | None) -> Path:
     from selfspec import display
 
+    _quiet_libraries()
     with display.stage(f"looking into {directory or default_target_path()}") as report:
         return fetch_default_target(directory, gguf_file=gguf, report=report)
+
+
+def _quiet_libraries() -> None:
+    """Their bars and advice would tear our own output."""
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
 
 
 def _compare(

@@ -21,16 +21,17 @@ WARM_UP = SamplingParams(max_new_tokens=8)
 
 @dataclass(frozen=True)
 class Answer:
-    """What one mode made of one prompt."""
+    """What one mode made of one prompt, prefill included in the seconds. Answers decoded together overlap in time."""
 
     text: str
     token_ids: list[int]
     num_target_passes: int
+    seconds: float
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One way of decoding, and what came of it; the seconds include prefill."""
+    """One way of decoding, and what came of it; the seconds are the wall clock of all its answers, prefill included."""
 
     name: str
     answers: list[Answer]
@@ -105,7 +106,7 @@ def drafter_run(
             batch_size=batch_size,
             use_cost_guard=use_cost_guard,
         ):
-            yield Answer(completion.text, completion.token_ids, completion.num_target_passes)
+            yield Answer(completion.text, completion.token_ids, completion.num_target_passes, completion.seconds)
 
     list(run(prompts[:1], WARM_UP))
     return run(prompts, sampling)
@@ -125,6 +126,7 @@ def transformers_run(
     model = AutoModelForCausalLM.from_pretrained(source, dtype=target.dtype, revision=revision).to(target.device).eval()
 
     def answer(prompt: list[int], max_new_tokens: int) -> Answer:
+        start = time.perf_counter()
         input_ids = torch.tensor([prompt], device=target.device)
         output_ids = model.generate(
             input_ids,
@@ -133,7 +135,9 @@ def transformers_run(
             do_sample=False,
         )
         token_ids = output_ids[0, len(prompt) :].tolist()
-        return Answer(target.tokenizer.decode(token_ids, skip_special_tokens=True), token_ids, len(token_ids))
+        seconds = time.perf_counter() - start
+        text = target.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return Answer(text, token_ids, len(token_ids), seconds)
 
     answer(prompts[0], WARM_UP.max_new_tokens)
     return (answer(prompt, sampling.max_new_tokens) for prompt in prompts)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
+from typing import Any
 
 
-def _check(is_ok: bool, name: str, value: object, allowed: str) -> None:
-    if not is_ok:
-        raise ValueError(f"{name}={value!r} is not allowed: use {allowed}")
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def _is_token_id(value: object) -> bool:
+    """A whole number, or its digits, as JSON has them for keys."""
+    return (_is_whole(value) or (isinstance(value, str) and value.isdecimal())) and int(value) >= 0  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +40,9 @@ class SamplingParams:
     repetition_penalty: float = field(default=1.0, metadata={"help": "> 1 discourages tokens of prompt and output"})
     presence_penalty: float = field(default=0.0, metadata={"help": "subtracted once from every token emitted before"})
     frequency_penalty: float = field(default=0.0, metadata={"help": "subtracted per earlier emission of a token"})
-    logit_bias: Mapping[int, float] = field(default_factory=dict, metadata={"help": "token id -> added to its logit"})
+    logit_bias: Mapping[int, float] = field(
+        default_factory=dict, hash=False, metadata={"help": "token id -> added to its logit"}
+    )
     seed: int | None = field(default=None, metadata={"help": "same seed, same output; None draws a fresh one"})
     stop: Sequence[str] = field(default=(), metadata={"help": "strings that end the output, not part of it"})
     stop_token_ids: Sequence[int] = field(default=(), metadata={"help": "token ids that end the output"})
@@ -39,38 +51,35 @@ class SamplingParams:
     n: int = field(default=1, metadata={"help": "samples for each prompt"})
 
     def __post_init__(self) -> None:
-        _check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "a whole number of at least 1")
-        _check(
-            0 <= self.min_new_tokens <= self.max_new_tokens,
+        def check(name: str, is_ok: Callable[[Any], bool], allowed: str) -> None:
+            value = getattr(self, name)
+            if not is_ok(value):
+                raise ValueError(f"{name}={value!r} is not allowed: use {allowed}")
+
+        check("max_new_tokens", lambda x: _is_whole(x) and x >= 1, "a whole number of at least 1")
+        check(
             "min_new_tokens",
-            self.min_new_tokens,
+            lambda x: _is_whole(x) and 0 <= x <= self.max_new_tokens,
             f"0 to max_new_tokens ({self.max_new_tokens})",
         )
-        _check(self.temperature >= 0 and math.isfinite(self.temperature), "temperature", self.temperature, "0 or more")
-        _check(self.top_k >= 0, "top_k", self.top_k, "0 (off) or a positive whole number")
-        _check(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
-        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
-        _check(
-            self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty),
-            "repetition_penalty",
-            self.repetition_penalty,
-            "a positive number (1 is off)",
-        )
+        check("temperature", lambda x: _is_finite(x) and x >= 0, "0 or more")
+        check("top_k", lambda x: _is_whole(x) and x >= 0, "0 (off) or a positive whole number")
+        check("top_p", lambda x: _is_finite(x) and 0 < x <= 1, "a number in (0, 1]")
+        check("min_p", lambda x: _is_finite(x) and 0 <= x <= 1, "a number in [0, 1]")
+        check("repetition_penalty", lambda x: _is_finite(x) and x > 0, "a positive number (1 is off)")
         for name in ("presence_penalty", "frequency_penalty"):
-            _check(math.isfinite(getattr(self, name)), name, getattr(self, name), "a finite number (0 is off)")
-        for token_id, bias in self.logit_bias.items():
-            _check(
-                int(token_id) >= 0 and not math.isnan(bias) and bias != math.inf,
-                "logit_bias",
-                {token_id: bias},
-                "token ids of at least 0 with a number below +inf",
-            )
-        if self.seed is not None:
-            _check(-(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit whole number")
+            check(name, _is_finite, "a finite number (0 is off)")
+        check(
+            "logit_bias",
+            lambda x: all(_is_token_id(k) and (_is_finite(v) or v == -math.inf) for k, v in x.items()),
+            "token ids of at least 0 with a number below +inf",
+        )
+        check("seed", lambda x: x is None or (_is_whole(x) and -(2**63) <= x < 2**63), "a 64-bit whole number")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        _check(all(self.stop), "stop", self.stop, "strings that are not empty")
-        _check(self.n >= 1, "n", self.n, "a whole number of at least 1")
+        check("stop", lambda x: all(isinstance(s, str) and s for s in x), "strings that are not empty")
+        check("stop_token_ids", lambda x: all(map(_is_token_id, x)), "token ids of at least 0")
+        check("n", lambda x: _is_whole(x) and x >= 1, "a whole number of at least 1")
         # Normal forms: equal settings compare and hash equal, and nothing outside can change them.
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(int(token_id) for token_id in self.stop_token_ids))

@@ -63,7 +63,7 @@ def decode(
     place is free.
     """
     drafter = drafter or NoDrafter()
-    planner = planner or Planner()
+    planner = planner or drafter.planner
     cache = cache or target.new_cache()
     batch = Batch(target, cache)
     waiting = iter(requests)
@@ -75,6 +75,7 @@ def decode(
                     _prefill(target, batch, drafter, request)
                 if not len(batch):
                     return
+                batch.refresh()
                 step = _step(target, batch, drafter, planner)
             yield step
     finally:
@@ -88,8 +89,13 @@ def _prefill(target: Target, batch: Batch, drafter: Drafter, request: Request) -
     sequence = batch.open(request)
     started = time.perf_counter()
     prefix = torch.tensor(request.prompt_ids[:-1], dtype=torch.int64).to(target.device)
-    features = target.prefill(prefix, sequence.row, batch.cache, features=drafter.features)
-    drafter.admit(sequence, features)
+    try:
+        features = target.prefill(prefix, sequence.row, batch.cache, features=drafter.features)
+        drafter.admit(sequence, features)
+    except BaseException:
+        # Not part of the batch yet, so nobody else would free it.
+        batch.cache.release(sequence.row)
+        raise
     sequence.prefill_seconds = time.perf_counter() - started
     batch.add(sequence)
 

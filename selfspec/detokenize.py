@@ -18,12 +18,15 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        if tokenizer is None and stop:
+            raise ValueError(f"stop={tuple(stop)!r} needs a tokenizer, and this target has none: use stop_token_ids")
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._ids: list[int] = []
-        # Only ids from `_start` on are decoded again: what `_shown` of them say is part of the text already.
+        # Only ids from `_start` on are decoded again; those up to `_known`, and `_num_ahead` characters more, are text.
         self._start = 0
-        self._shown = 0
+        self._known = 0
+        self._num_ahead = 0
         self.text = ""
         self._num_taken = 0
         self.stop_string: str | None = None
@@ -33,7 +36,7 @@ class TextStream:
         if self._tokenizer is None:
             return False
         self._ids.append(token_id)
-        fresh = self._decode_tail()
+        fresh = self._fresh_text()
         if not fresh:
             return False
         begin = len(self.text)
@@ -43,8 +46,9 @@ class TextStream:
     def finish(self) -> None:
         """No token follows: what was held back as half a character is shown as it is."""
         if self._tokenizer is not None and self.stop_string is None:
-            self.text += self._decode(self._ids[self._start :])[len(self._decode(self._ids[self._start : self._shown])) :]
-            self._start = self._shown = len(self._ids)
+            self.text += self._decode(self._ids[self._start :])[self._num_known_characters() :]
+            self._start = self._known = len(self._ids)
+            self._num_ahead = 0
 
     def take(self, *, is_last: bool = False) -> str:
         """The text that may be shown and has not been; all of it once the sequence has ended."""
@@ -56,17 +60,24 @@ class TextStream:
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
-    def _decode_tail(self) -> str:
-        """Text that the ids beyond `_shown` add, or "" while they end inside a character.
+    def _num_known_characters(self) -> int:
+        """How many characters of the text decoded from `_start` on are part of the text already."""
+        return len(self._decode(self._ids[self._start : self._known])) + self._num_ahead
 
-        Decoding starts a few tokens earlier, since a token's text can depend on the one before it (leading spaces).
+    def _fresh_text(self) -> str:
+        """The whole characters that the last ids add; half a one at their end waits for the rest.
+
+        Decoding starts a few tokens earlier, at one that is not empty, as a token's text can depend on what is before
+        it (leading spaces).
         """
-        before = self._decode(self._ids[self._start : self._shown])
-        after = self._decode(self._ids[self._start :])
-        if after.endswith("\ufffd"):
-            return ""
-        self._start, self._shown = self._shown, len(self._ids)
-        return after[len(before) :]
+        decoded = self._decode(self._ids[self._start :])
+        whole = decoded.rstrip("\ufffd")
+        fresh = whole[self._num_known_characters() :]
+        if len(whole) < len(decoded):
+            self._num_ahead += len(fresh)
+        elif fresh:
+            self._start, self._known, self._num_ahead = self._known, len(self._ids), 0
+        return fresh
 
     def _cut(self, begin: int) -> bool:
         """End the text before the earliest stop string that the characters from `begin` on complete."""

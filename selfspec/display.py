@@ -42,10 +42,10 @@ def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
 def show_comparison(modes: Sequence[Mode], answer_ids: Sequence[str | int]) -> None:
     """One row for each mode, against the first."""
     baseline = modes[0]
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("drafter")
-    for heading in ("tokens/s", "speed-up", "acceptance length", "target passes"):
-        table.add_column(heading, justify="right")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("drafter", no_wrap=True)
+    for heading in ("tokens/s", "speed-up", "acceptance\nlength", "target\npasses"):
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("output")
     for mode in modes:
         table.add_row(
@@ -54,13 +54,11 @@ def show_comparison(modes: Sequence[Mode], answer_ids: Sequence[str | int]) -> N
             f"{mode.tokens_per_second / baseline.tokens_per_second:.2f}x",
             f"{mode.acceptance_length:.2f}",
             str(mode.num_target_passes),
-            Text("the reference") if mode is baseline else _verdict(mode, baseline, answer_ids),
+            Text("reference") if mode is baseline else _verdict(mode, baseline, answer_ids),
         )
     stdout.print(table)
-    stdout.print(
-        f"{len(answer_ids)} answers, {baseline.num_tokens} tokens. Speeds include prefill; the first row is the baseline.\n"
-        "Acceptance length: tokens per target pass, bonus token included."
-    )
+    stdout.print(f"{len(answer_ids)} answers, {baseline.num_tokens} tokens. Speeds include prefill.")
+    stdout.print("Acceptance length: tokens per target pass, bonus token included.")
 
 
 def _verdict(mode: Mode, baseline: Mode, answer_ids: Sequence[str | int]) -> Text:

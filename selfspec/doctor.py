@@ -12,9 +12,9 @@ import torch
 from selfspec.fetch import default_target
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "gguf")
-# Package -> what is missing without it, and the extra that brings it (None: it comes with torch's CUDA build).
+# Package -> what needs it, and the extra that brings it (None: torch's CUDA build does).
 OPTIONAL = {
-    "triton": ("compiled GPU kernels; the plain torch versions run instead", None),
+    "triton": ("compiled GPU kernels, in whose place plain torch runs", None),
     "accelerate": ("training", "train"),
     "datasets": ("training", "train"),
     "peft": ("training of early-exit heads", "train"),
@@ -49,8 +49,8 @@ def _packages() -> Iterator[Finding]:
         if version:
             yield Finding("ok", package, version)
         else:
-            remedy = f'; pip install "selfspec[{extra}]"' if extra else ""
-            yield Finding("note", package, f"not installed: no {purpose}{remedy}")
+            remedy = f': pip install "selfspec[{extra}]"' if extra else ""
+            yield Finding("note", package, f"not installed; needed for {purpose}{remedy}")
 
 
 def _devices() -> Iterator[Finding]:
@@ -68,7 +68,7 @@ def _environment() -> Iterator[Finding]:
     if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
         yield Finding("ok", "OMP_WAIT_POLICY", "passive")
     else:
-        yield Finding("note", "OMP_WAIT_POLICY", "not set: on shared cores, passive is many times faster")
+        yield Finding("note", "OMP_WAIT_POLICY", "not passive: where cores are shared, passive is many times faster")
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         yield Finding("note", "HF_HUB_OFFLINE", "set: targets come from directories and the local cache only")
 

@@ -107,7 +107,7 @@ def generate_iter(
     order: list[tuple[int, int]] = []
     num_yielded = 0
     requests = _requests(target, prompts, sampling, order)
-    planner = Planner(is_active=use_cost_guard)
+    planner = None if use_cost_guard else Planner(is_active=False)
     for step in decode(target, requests, drafter=drafter, max_batch=batch_size, planner=planner):
         for sequence in step.finished:
             completion = _completion(sequence)
@@ -130,7 +130,8 @@ def stream(
     if sampling.n != 1:
         raise ValueError(f"n={sampling.n} is not allowed in a stream: use generate for several samples")
     requests = [Request(encode(target, prompt, 0), sampling)]
-    for step in decode(target, requests, drafter=drafter, planner=Planner(is_active=use_cost_guard)):
+    planner = None if use_cost_guard else Planner(is_active=False)
+    for step in decode(target, requests, drafter=drafter, planner=planner):
         sequence = step.sequences[0]
         completion = _completion(sequence) if step.finished else None
         yield StreamEvent(sequence.text_stream.take(is_last=completion is not None), step.emitted[0], completion)

@@ -37,8 +37,8 @@ class Planner:
     MEMORY = 15
     # What an untried node is guessed to add to a pass, relative to a pass over one node.
     NODE_COST = 0.01
-    # A step without drafts is taken this often, so that the cost of plain decoding stays known; so is a short draft while
-    # drafting does not pay, so that it can start to.
+    # A step without drafts is taken this often, so that the cost of plain decoding stays known; so is a draft two tokens
+    # longer than seems to pay, so that no size is given up for good for what one slow pass or another text said of it.
     PROBE_EVERY = 48
 
     def __init__(self, *, is_active: bool = True) -> None:
@@ -56,16 +56,14 @@ class Planner:
         if not self.is_active or limit <= 0:
             return max(limit, 0)
         self._steps += 1
-        self._is_probe = self._steps % self.PROBE_EVERY == 2
-        if self._is_probe:
+        self._is_probe = self._steps % self.PROBE_EVERY == self.PROBE_EVERY // 2
+        if self._steps % self.PROBE_EVERY == 2:
             return 0
         if not drafter.is_costly:
             return limit
         rates = [self._rate_of_chain(depth, len(batch)) for depth in range(limit + 1)]
         best = max(range(limit + 1), key=rates.__getitem__)
-        if best == 0 and self._steps % self.PROBE_EVERY == self.PROBE_EVERY // 2:
-            return min(limit, 2)
-        return best
+        return min(best + 2, limit) if self._is_probe else best
 
     def prune(self, tree: CandidateTree) -> CandidateTree:
         """Drop the nodes that cost more than they promise."""
@@ -75,7 +73,8 @@ class Planner:
         chances = torch.where(tree.is_real, tree.scores.exp(), 0.0)[:, 1:]
         gains = chances.sort(dim=1, descending=True).values.sum(0).cumsum(0).tolist()
         rates = [(B + gain) / self._verify_seconds(B, size) for size, gain in enumerate([0.0, *gains], start=1)]
-        return tree.prune(1 + max(range(N), key=rates.__getitem__))
+        best = max(range(N), key=rates.__getitem__)
+        return tree.prune(1 + (best + 2 if self._is_probe else best))
 
     def observe(self, tree: CandidateTree, acceptance: Acceptance, draft_seconds: float, verify_seconds: float) -> None:
         """A step's cost and outcome."""

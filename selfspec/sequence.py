@@ -104,6 +104,7 @@ class Batch:
         self.history = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
         self.num_tokens = torch.zeros(0, dtype=torch.int64, device=self.device)
         self.sampler: Sampler
+        self._is_stale = False
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -141,7 +142,13 @@ class Batch:
     def add(self, sequence: Sequence) -> None:
         """Let a prefilled sequence take part from the next step on."""
         self.sequences.append(sequence)
-        self._rebuild()
+        self._is_stale = True
+
+    def refresh(self) -> None:
+        """Make the tensors fit the present rows; once a step, after rows have come and gone."""
+        if self._is_stale and self.sequences:
+            self._rebuild()
+        self._is_stale = False
 
     def remove_finished(self) -> list[Sequence]:
         """Drop the rows that have ended and free their blocks."""
@@ -150,8 +157,7 @@ class Batch:
             self.sequences = [sequence for sequence in self.sequences if sequence.finish_reason is None]
             for sequence in finished:
                 self.cache.release(sequence.row)
-            if self.sequences:
-                self._rebuild()
+            self._is_stale = True
         return finished
 
     def commit(self, tree: CandidateTree, acceptance: Acceptance, logits: torch.Tensor) -> list[list[int]]:

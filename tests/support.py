@@ -138,7 +138,7 @@ class OracleTreeDrafter(Drafter):
             for i in range(1, 1 + self._random(N)):
                 is_true = self._random(100) < 100 * self.hit and true_depth < len(answer)
                 parent = true_node if is_true else self._random(i)
-                token = answer[true_depth] if is_true else self._random(VOCAB_SIZE)
+                token = answer[true_depth] if is_true else self._random(batch.target.vocab_size)
                 tokens[b, i], parents[b, i] = token, parent
                 if is_true:
                     true_node, true_depth = i, true_depth + 1

@@ -42,9 +42,14 @@ def load_drafter(
     if num_draft_tokens is not None and not 1 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
         raise ValueError(f"num_draft_tokens={num_draft_tokens} is not allowed: use 1 to {MAX_DRAFT_TOKENS}")
     if name == "none":
+        if argument:
+            raise ValueError(f"drafter {spec!r} takes no argument: write none")
         return None
     if name == "ngram":
-        return NgramDrafter(num_draft_tokens or (_number(spec, argument) if argument else 15))
+        number = _number(spec, argument) if argument else 15
+        if not 1 <= number <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"drafter {spec!r} is out of range: draft 1 to {MAX_DRAFT_TOKENS} tokens")
+        return NgramDrafter(num_draft_tokens or number)
     if name == "truncated":
         draft = target.truncated(_number(spec, argument))
     else:
@@ -61,6 +66,6 @@ MAX_DRAFT_TOKENS = 64
 
 
 def _number(spec: str, argument: str) -> int:
-    if not argument.isdigit():
+    if not argument.isdecimal():
         raise ValueError(f"drafter {spec!r} needs a whole number after the colon, as in {spec.partition(':')[0]}:8")
     return int(argument)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence as Sequence_
+from collections.abc import Mapping
+from collections.abc import Sequence as Sequence_
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
+from selfspec.planner import Planner
 from selfspec.tree import CandidateTree, chain
 
 if TYPE_CHECKING:
@@ -29,6 +32,11 @@ class Drafter(ABC):
     num_draft_tokens: int = 0
     features: Sequence_[int] = ()
     is_costly: bool = False
+
+    @cached_property
+    def planner(self) -> Planner:
+        """What was measured of this drafter; kept across calls, so that a second prompt starts where the first ended."""
+        return Planner()
 
     def admit(self, sequence: Sequence, features: Mapping[int, torch.Tensor]) -> None:
         """A prompt was prefilled; `features` are those of all its tokens but the last, each [1, T, E]."""

@@ -72,7 +72,9 @@ class DraftModelDrafter(Drafter):
         K = num_draft_tokens
         if K == 0:
             return chain(batch.roots)
-        active = [b for b, s in enumerate(batch.sequences) if s.num_tokens + K <= self.draft.context_length]
+        # How deep each row's draft can be of use; a roomier row beside it does not change that.
+        ends = [s.num_tokens + min(K, s.max_depth) for s in batch.sequences]
+        active = [b for b, end in enumerate(ends) if end <= self.draft.context_length]
         if len(active) < len(batch):
             self._note_paused(batch, set(active))
         if not active:
@@ -157,6 +159,8 @@ def fit_vocab(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 def check_same_tokenizer(target: Any, draft: Any) -> None:
     """Raise a ValueError naming the first difference unless both tokenizers give every text the same ids."""
+    if target is None or draft is None:
+        raise ValueError("a draft model needs the target's own tokenizer, and one of the two models has none")
     ours, theirs = target.get_vocab(), draft.get_vocab()
     by_id = sorted(ours.items(), key=lambda item: item[1])
     for token, token_id in by_id:

@@ -96,7 +96,7 @@ def lookup(
     # run[b, j]: how many tokens ending at j equal the row's ending.
     run = torch.zeros(B, C, dtype=torch.int64, device=history.device)
     is_equal = (index < num_tokens[:, None] - 1).clone()
-    for back in range(max_match):
+    for back in range(min(max_match, C)):
         last = history.gather(1, (num_tokens - 1 - back).clamp(min=0)[:, None])
         is_equal[:, back:] &= history[:, : C - back] == last
         is_equal[:, :back] = False
