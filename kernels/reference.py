@@ -113,9 +113,7 @@ def tree_accept_reference(
         node = 0
         path[b, 0] = 0
         while True:
-            children = [
-                i for i in range(1, N) if int(parents[b, i]) == node and int(tokens[b, i]) == int(chosen[b, node])
-            ]
+            children = [i for i in range(1, N) if int(parents[b, i]) == node and int(tokens[b, i]) == int(chosen[b, node])]
             if not children or int(tokens[b, children[0]]) < 0:
                 break
             node = children[0]

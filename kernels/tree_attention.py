@@ -44,9 +44,7 @@ class TreeLayout:
             self._biases[key] = self._make_bias(*key)
         return self._biases[key]
 
-    def _make_bias(
-        self, row: int, sliding_window: int | None, num_groups: int, dtype: torch.dtype
-    ) -> torch.Tensor | None:
+    def _make_bias(self, row: int, sliding_window: int | None, num_groups: int, dtype: torch.dtype) -> torch.Tensor | None:
         N = self.depths.shape[1]
         T = self.host_lengths[row]
         if N == 1 and (sliding_window is None or T < sliding_window):

@@ -1,6 +1,6 @@
 """Speed on real prompts, task by task, against two baselines of the same run.
 
-Every prompt is answered by every mode in turn, so that a slow spell of a shared machine meets all of them alike, and a task's
+Every prompt is answered by every mode in turn, so that a slow spell of a shared machine meets all of them alike. A task's
 speed-up is the median over its prompts of the ratio of seconds a token. Prefill is the same work in every mode and is timed
 apart: `decode` ratios leave it out, `total` ratios do not.
 """
@@ -84,7 +84,9 @@ def choose_prompts(rows: Sequence[PromptRow], num_per_task: int | None) -> dict[
         tasks.setdefault(row.category or "all", []).append(row)
     if num_per_task is None:
         return tasks
-    return {task: [of[i * len(of) // n] for i in range(n)] for task, of in tasks.items() if (n := min(num_per_task, len(of)))}
+    return {
+        task: [of[i * len(of) // n] for i in range(n)] for task, of in tasks.items() if (n := min(num_per_task, len(of)))
+    }
 
 
 def run(
@@ -93,24 +95,23 @@ def run(
     drafters: Mapping[str, Drafter | None],
     *,
     sampling: SamplingParams,
+    use_cost_guard: bool = True,
     baseline_source: str | None = None,
     on_prompt: Callable[[], None] = lambda: None,
 ) -> list[Measurement]:
-    """Answer every prompt with plain decoding, with each drafter, and with transformers if `baseline_source` names the model."""
+    """Answer every prompt with plain decoding, each drafter, and transformers if `baseline_source` names the model."""
     modes = {PLAIN: None, **drafters}
     prompts = [(task, row, target.encode(row.prompt)) for task, rows in tasks.items() for row in rows]
     for drafter in modes.values():
         generate(target, [prompts[0][2]], drafter=drafter, sampling=WARM_UP)
     baseline = None
     if baseline_source is not None:
-        baseline = transformers_run(
-            target, [ids for _, _, ids in prompts], sampling=sampling, source=baseline_source
-        )
+        baseline = transformers_run(target, [ids for _, _, ids in prompts], sampling=sampling, source=baseline_source)
     measurements = []
     for task, row, ids in prompts:
         expected: list[int] = []
         for mode, drafter in modes.items():
-            (completion,) = generate(target, [ids], drafter=drafter, sampling=sampling)
+            (completion,) = generate(target, [ids], drafter=drafter, sampling=sampling, use_cost_guard=use_cost_guard)
             if mode == PLAIN:
                 expected = completion.token_ids
             measurements.append(
@@ -161,7 +162,9 @@ def _summary(prompts: Sequence[Mapping[str, Measurement]], mode: str) -> Summary
     own = [of[mode] for of in prompts]
 
     def speedup(other: str) -> float:
-        return median((of[other].seconds / of[other].num_tokens) / (of[mode].seconds / of[mode].num_tokens) for of in prompts)
+        return median(
+            (of[other].seconds / of[other].num_tokens) / (of[mode].seconds / of[mode].num_tokens) for of in prompts
+        )
 
     decode = None
     if mode != BASELINE:

@@ -2,7 +2,7 @@
 
 A row's committed prefix fills its storage indices `0 … length - 1`; a verify pass writes the candidate tree's N nodes at
 `length … length + N - 1`, in scratch slots of the row's own blocks. Accepting a path copies its rows down to the prefix's
-end; everything else there is overwritten by the next pass. The pool grows on demand and knows nothing of the model's maximum.
+end; everything else there is overwritten by the next pass. The pool grows on demand, whatever the model's maximum.
 """
 
 from __future__ import annotations

@@ -164,6 +164,47 @@ def demo(
     display.show_comparison(modes, [row.id for row in rows])
 
 
+@command(app, target=TargetOptions, draft=DraftOptions)
+def bench(
+    *,
+    target: TargetOptions,
+    drafters: DraftersOption = "ngram",
+    draft: DraftOptions,
+    prompts: Annotated[
+        str, typer.Option("--prompts", help="spec_bench, humaneval, or a prompt file with a category in each row")
+    ] = "spec_bench",
+    per_task: Annotated[
+        int | None, typer.Option("--per-task", help="prompts of each task, spread over it; all by default", min=1)
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="most tokens for each answer", min=1)] = 128,
+    baseline: Annotated[bool, typer.Option(help="also run transformers' own generate")] = True,
+    output: Annotated[Path | None, typer.Option("--output", help="JSON file for every measurement")] = None,
+) -> None:
+    """Measure speed task by task, greedily and one prompt at a time, against plain decoding and transformers."""
+    from selfspec import bench as benchmark
+    from selfspec import display
+
+    tasks = benchmark.choose_prompts(benchmark.read_benchmark(prompts), per_task)
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    with display.stage(f"loading {target.source}"):
+        model = _load(target)
+        named = [name.strip() for name in drafters.split(",")]
+        loaded = {name: draft.load(name, model) for name in dict.fromkeys(named) if name != benchmark.PLAIN}
+    with display.progress("measuring", sum(map(len, tasks.values()))) as advance:
+        measurements = benchmark.run(
+            model,
+            tasks,
+            loaded,
+            sampling=sampling,
+            use_cost_guard=not draft.no_cost_guard,
+            baseline_source=target.source if baseline else None,
+            on_prompt=advance,
+        )
+    display.show_benchmark(benchmark.summarise(measurements), benchmark.environment(model))
+    if output is not None:
+        benchmark.save(output, model, sampling, measurements)
+
+
 @command(app)
 def fetch(
     *,

@@ -1,4 +1,4 @@
-"""The main loop: draft a candidate tree, verify it in one target pass, accept, compact, commit, until every prompt is answered.
+"""The main loop: draft a candidate tree, verify it in one target pass, accept, compact, commit, until all is answered.
 
 Autoregressive decoding is this loop with a tree of one node, a draft model's chain is it with a path, and a batch is it with
 more rows. Sequences join when a place is free and leave when they end; the others do not notice.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -113,7 +114,7 @@ def _step(target: Target, batch: Batch, drafter: Drafter, planner: Planner) -> S
     emitted = batch.commit(tree, acceptance, verification.logits)
     drafter.commit(batch, tree, acceptance, verification.features)
     times.append(time.perf_counter())
-    seconds = StepSeconds(*(end - start for start, end in zip(times, times[1:], strict=False)))
+    seconds = StepSeconds(*(end - start for start, end in pairwise(times)))
     planner.observe(tree, acceptance, seconds.draft, seconds.verify + seconds.accept)
     finished = batch.remove_finished()
     for sequence in finished:

@@ -1,7 +1,7 @@
 """What the commands show: results on stdout, progress on stderr and only where a person watches it."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich import box
 from rich.console import Console
@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from selfspec.bench import Summary
 from selfspec.compare import Answer, Mode, first_difference
 from selfspec.doctor import Finding
 from selfspec.prompts import PromptRow
@@ -79,6 +80,36 @@ def show_answer(row: PromptRow, answer: Answer) -> None:
 def _excerpt(text: str, max_chars: int) -> str:
     text = text.strip()
     return text if len(text) <= max_chars else text[: max_chars - 1].rstrip() + "…"
+
+
+def show_benchmark(summaries: Mapping[str, Mapping[str, Summary]], environment: Mapping[str, object]) -> None:
+    """One row for each task and mode; speed-ups are against the first mode of the task."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("task", no_wrap=True)
+    table.add_column("mode", no_wrap=True)
+    headings = ("tokens/s", "acceptance\nlength", "speed-up\ndecode", "speed-up\ntotal", "against\ntransformers")
+    for heading in (*headings, "identical"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for task, modes in summaries.items():
+        for i, (mode, summary) in enumerate(modes.items()):
+            table.add_row(
+                "" if i else task,
+                mode,
+                f"{summary.tokens_per_second:.1f}",
+                f"{summary.acceptance_length:.2f}",
+                _ratio(summary.decode_speedup),
+                _ratio(summary.total_speedup),
+                _ratio(summary.baseline_speedup),
+                f"{summary.num_identical}/{summary.num_prompts}",
+            )
+        table.add_section()
+    stdout.print(table)
+    stdout.print(", ".join(f"{name} {value}" for name, value in environment.items()))
+    stdout.print("Speed-ups are medians over prompts; total includes prefill. Acceptance length includes the bonus token.")
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x"
 
 
 def show_findings(findings: Sequence[Finding]) -> None:

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 import typer
 from safetensors import SafetensorError
 
-OUT_OF_MEMORY = (
-    "out of memory: try a smaller --batch-size, a --dtype of fewer bytes, shorter prompts or another --device"
-)
+OUT_OF_MEMORY = "out of memory: try a smaller --batch-size, a --dtype of fewer bytes, shorter prompts or another --device"
 
 
 @contextlib.contextmanager

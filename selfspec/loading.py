@@ -22,9 +22,13 @@ def resolve_device(device: str | torch.device) -> torch.device:
     """`auto` is the first CUDA device, or else the CPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    resolved = torch.device(device)
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda' was asked for, but torch sees no CUDA device: use device='cpu'")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is not known: use auto, cpu, cuda or cuda:N") from error
+    num_gpus = torch.cuda.device_count()
+    if resolved.type == "cuda" and (resolved.index or 0) >= num_gpus:
+        raise ValueError(f"device={device!r} was asked for, and torch sees {num_gpus} CUDA devices: use another")
     return resolved
 
 

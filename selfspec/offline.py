@@ -61,9 +61,7 @@ def answer_all_turns(
                 messages.append({"role": "user", "content": text})
             prompt = messages or row.prompt
             with _naming(row):
-                [completion] = generate(
-                    target, [prompt], drafter=drafter, sampling=sampling, use_cost_guard=use_cost_guard
-                )
+                [completion] = generate(target, [prompt], drafter=drafter, sampling=sampling, use_cost_guard=use_cost_guard)
             messages.append({"role": "assistant", "content": completion.text})
             results.append({**result_row(row, completion, sampling), "turn": i})
         yield results

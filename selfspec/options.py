@@ -61,6 +61,10 @@ class DraftOptions:
     draft_dtype: str | None = field(
         default=None, metadata={"help": "of a draft model: as --dtype, or int8; the target's by default"}
     )
+    sampled_draft: bool = field(
+        default=False,
+        metadata={"help": "draft models draw their drafts: the target's law, but not plain sampling's very tokens"},
+    )
     no_cost_guard: bool = field(
         default=False, metadata={"help": "always draft, even where that is measured to be slower than not to"}
     )
@@ -68,9 +72,15 @@ class DraftOptions:
     def load(self, spec: str, target: "Target") -> "Drafter | None":
         from selfspec.drafters import load_drafter
 
-        # A dtype is for the drafters that have weights of their own.
-        dtype = self.draft_dtype if spec.startswith("draft_model") else None
-        return load_drafter(spec, target, num_draft_tokens=self.num_draft_tokens, dtype=dtype)
+        # One command may name several drafters: each takes the settings that mean something to it.
+        has_weights = spec.startswith("draft_model")
+        return load_drafter(
+            spec,
+            target,
+            num_draft_tokens=self.num_draft_tokens,
+            dtype=self.draft_dtype if has_weights else None,
+            is_sampled=self.sampled_draft and (has_weights or spec.startswith("truncated")),
+        )
 
 
 def command(app: typer.Typer, **groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

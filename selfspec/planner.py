@@ -1,13 +1,13 @@
 """How much to draft in the next step, zero included, so that speculation never costs more than it brings.
 
-The planner measures what a round costs at each size and how often drafts of each depth hold, and picks the size with the most
-expected tokens a second:
+The planner measures what a round costs at each size and how often drafts of each depth hold, and picks the size with the
+most expected tokens a second:
 
     rate(N) = (B + sum over rows of the best N - 1 nodes' acceptance probabilities) / (draft seconds + verify seconds(N))
 
-(the expected acceptance length of https://arxiv.org/abs/2211.17192, with a probability for every node in place of one constant
-rate). Sizes it has not tried are guessed cheap, so that they are tried, and the measurement then decides. Only deterministic
-drafts are pruned by their scores; the size of a sampled draft is fixed before anything is drawn.
+(the expected acceptance length of https://arxiv.org/abs/2211.17192, with a probability for every node in place of one
+constant rate). Sizes it has not tried are guessed cheap, so that they are tried, and the measurement then decides. Only
+deterministic drafts are pruned by their scores; the size of a sampled draft is fixed before anything is drawn.
 """
 
 from __future__ import annotations

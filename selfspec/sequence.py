@@ -1,7 +1,7 @@
 """One prompt on its way to an answer, and the batch of those that decode together.
 
-`Sequence` is the host's view: what was emitted, why it ended, what it cost. `Batch` adds the tensors that a step needs of all
-rows. Invariant: a row's committed prefix in the cache is all its tokens but the last, which is the next tree's root.
+`Sequence` is the host's view: what was emitted, why it ended, what it cost. `Batch` adds the tensors that a step needs of
+all rows. Invariant: a row's committed prefix in the cache is all its tokens but the last, which is the next tree's root.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from selfspec.accept import Acceptance
 from selfspec.cache import CacheRow, KVCache
 from selfspec.config import SamplingParams
+from selfspec.detokenize import TextStream
 from selfspec.noise import sample_key
 from selfspec.sampling import Sampler
-from selfspec.detokenize import TextStream
 from selfspec.target import Target
 from selfspec.tree import CandidateTree
 

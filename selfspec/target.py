@@ -104,9 +104,7 @@ class Target:
 
     def new_cache(self, *, block_size: int = 16, max_tokens: int | None = None) -> KVCache:
         """An empty KV cache of this target's shape."""
-        return KVCache(
-            self.kv_shape, dtype=self.dtype, device=self.device, block_size=block_size, max_tokens=max_tokens
-        )
+        return KVCache(self.kv_shape, dtype=self.dtype, device=self.device, block_size=block_size, max_tokens=max_tokens)
 
     def encode(self, prompt: str | Sequence[dict[str, str]]) -> list[int]:
         """Token ids of raw text, or of chat messages through the chat template with the assistant's header open."""
@@ -132,7 +130,7 @@ class Target:
         """Commit `token_ids [T]` to a row's prefix, a chunk at a time; returns the features asked for, each [1, T, E]."""
         if not len(token_ids):
             nothing = torch.zeros(1, 0, self.config.hidden_size, dtype=self.dtype, device=self.device)
-            return {name: nothing for name in features}
+            return dict.fromkeys(features, nothing)
         parts: list[dict[int, torch.Tensor]] = []
         for tokens in token_ids.split(chunk_size):
             tree = chain(tokens[:1], tokens[None, 1:])
@@ -226,11 +224,13 @@ class Target:
         shapes = set(probe.shapes.values())
         if sorted(probe.shapes) != list(range(self.config.num_hidden_layers)):
             raise ValueError(
-                f"{kind} routes {len(probe.shapes)} of {self.config.num_hidden_layers} layers through the attention interface, "
-                "so it cannot be served"
+                f"{kind} routes {len(probe.shapes)} of {self.config.num_hidden_layers} layers through the attention "
+                "interface, so it cannot be served"
             )
         if len(shapes) != 1:
-            raise ValueError(f"{kind} has key-value states of several shapes ({sorted(shapes)}), which selfspec does not serve")
+            raise ValueError(
+                f"{kind} has key-value states of several shapes ({sorted(shapes)}), which selfspec does not serve"
+            )
         self.kv_shape = KVShape(self.config.num_hidden_layers, *shapes.pop())
 
         # Root, its child, a sibling that nobody may see, and the child's child.
@@ -243,11 +243,13 @@ class Target:
         # Float32 agrees to about 1e-6. Low precision rounds differently along two paths, and experts may switch.
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.2
         if not gap < tolerance:
-            raise ValueError(f"{kind} gives other logits in a tree pass than alone (relative gap {gap:.2g}): it cannot be served")
+            raise ValueError(
+                f"{kind} gives other logits in a tree pass than alone (relative gap {gap:.2g}): it cannot be served"
+            )
 
 
 def _attention(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -270,6 +272,7 @@ def _attention(
             attention_mask = None
         return _plain_attention(query, key, value, attention_mask, scaling, softcap, s_aux), None
     cache, layout, layer = tree_pass.cache, tree_pass.layout, module.layer_idx
+    assert layout is not None and tree_pass.write_slots is not None
     keys, values = cache.keys[layer], cache.values[layer]
     keys.index_copy_(0, tree_pass.write_slots, key.transpose(1, 2).flatten(0, 1).to(keys.dtype))
     values.index_copy_(0, tree_pass.write_slots, value.transpose(1, 2).flatten(0, 1).to(values.dtype))
@@ -323,7 +326,7 @@ def _with_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     if getattr(text_config, "layer_types", None):
         text_config.layer_types = text_config.layer_types[:num_layers]
 
-    def clone(module: nn.Module) -> nn.Module:
+    def clone(module: Any) -> Any:
         twin = copy.copy(module)
         twin._modules = dict(module._modules)
         if hasattr(twin, "config"):
@@ -334,9 +337,9 @@ def _with_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     top.config = config
     node = top
     for name in path[:-1]:
-        node._modules[name] = clone(node._modules[name])
-        node = node._modules[name]
-    node._modules[path[-1]] = nn.ModuleList(list(layers)[:num_layers])
+        setattr(node, name, clone(node.get_submodule(name)))
+        node = node.get_submodule(name)
+    setattr(node, path[-1], nn.ModuleList(list(layers)[:num_layers]))
     return top
 
 

@@ -135,7 +135,9 @@ def chain(
         max_depth=K,
         is_chain=True,
         scores=None if scores is None else torch.cat([scores.new_zeros(B, 1), scores], dim=1),
-        draft_probs=None if draft_probs is None else torch.cat([draft_probs.new_zeros(B, 1, draft_probs.shape[2]), draft_probs], dim=1),
+        draft_probs=None
+        if draft_probs is None
+        else torch.cat([draft_probs.new_zeros(B, 1, draft_probs.shape[2]), draft_probs], dim=1),
     )
 
 

@@ -82,9 +82,7 @@ def assert_holds(cache: KVCache, row: CacheRow, mark: float) -> None:
 
 
 @PROPERTY
-@given(
-    st.lists(st.tuples(st.sampled_from(["open", "grow", "grow", "release", "rewind"]), st.integers(0, 40)), max_size=30)
-)
+@given(st.lists(st.tuples(st.sampled_from(["open", "grow", "grow", "release", "rewind"]), st.integers(0, 40)), max_size=30))
 def test_rows_keep_their_contents_and_no_block_is_lost_or_shared(steps: list[tuple[str, int]]) -> None:
     """Rows of any size opened, grown, shortened and released in any order, while the pool grows under them."""
     cache = small_pool()

@@ -1,4 +1,4 @@
-"""Sampled output has exactly the target's law, whoever drafts; and the test that says so can tell the well-known wrong rules.
+"""Sampled output has exactly the target's law, whoever drafts, and the test that says so can tell the known wrong rules.
 
 A tiny target at vocabulary 12 makes the law of the first three tokens computable: 1,728 triples, each the product of three
 softmaxes. Counts over many seeds are compared with it by a G-test. [S1] [S6] [S8]
@@ -51,7 +51,7 @@ def law(target: Target) -> torch.Tensor:
     probs = logits.softmax(-1)
     n = len(PROMPT)
     first = probs[0, n - 1]
-    second = probs[:: V, n]
+    second = probs[::V, n]
     third = probs[:, n + 1].view(V, V, V)
     return first[:, None, None] * second[:, :, None] * third
 
@@ -69,9 +69,7 @@ def g_test(counts: torch.Tensor, law: torch.Tensor) -> float:
 
 def triples(target: Target, drafter: object, num_samples: int, seed: int = 0) -> torch.Tensor:
     sampling = SamplingParams(max_new_tokens=3, temperature=TEMPERATURE, ignore_eos=True, seed=seed, n=num_samples)
-    completions = generate(
-        target, [PROMPT], drafter=drafter, sampling=sampling, batch_size=512, use_cost_guard=False
-    )
+    completions = generate(target, [PROMPT], drafter=drafter, sampling=sampling, batch_size=512, use_cost_guard=False)
     counts = torch.zeros(V, V, V)
     ids = torch.tensor([c.token_ids for c in completions])
     counts.index_put_(tuple(ids.T), torch.ones(len(ids)), accumulate=True)

@@ -318,12 +318,8 @@ def test_different_tokenizers_are_refused_with_the_first_difference(
 ) -> None:
     """[H3] the lowest id on which they disagree, by name and with both ids."""
     low, high = tiny_tokenizer.convert_tokens_to_ids(["!", "#"])
-    swapped = renamed(
-        tiny_tokenizer, tmp_path / "swapped", {f'"!": {low}': f'"!": {high}', f'"#": {high}': f'"#": {low}'}
-    )
-    with pytest.raises(
-        ValueError, match=rf"token '!' has id {low} in the target and {high} in the draft.*own tokenizer"
-    ):
+    swapped = renamed(tiny_tokenizer, tmp_path / "swapped", {f'"!": {low}': f'"!": {high}', f'"#": {high}': f'"#": {low}'})
+    with pytest.raises(ValueError, match=rf"token '!' has id {low} in the target and {high} in the draft.*own tokenizer"):
         check_same_tokenizer(tiny_tokenizer, swapped)
     fewer = renamed(tiny_tokenizer, tmp_path / "fewer", {f'"!": {low}': f'"unheard of": {low}'})
     with pytest.raises(ValueError, match=rf"token '!' has id {low} in the target and none in the draft"):

@@ -56,9 +56,7 @@ class TrueDrafter(Drafter):
         return chain(batch.roots, torch.tensor(rows, dtype=torch.int64).view(len(rows), depth))
 
 
-def greedy(
-    model: transformers.PreTrainedModel, prompt: list[int], count: int, banned: tuple[int, ...] = ()
-) -> list[int]:
+def greedy(model: transformers.PreTrainedModel, prompt: list[int], count: int, banned: tuple[int, ...] = ()) -> list[int]:
     """`count` tokens by repeated plain forwards, `banned` ones never chosen."""
     text = list(prompt)
     with torch.inference_mode():
@@ -74,9 +72,7 @@ def model(tiny_target_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> tra
     """The tiny random Llama, but it says printable ASCII only: all other tokens' logits are zero, never the best."""
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_target_dir).eval()
     texts = [tiny_tokenizer.decode([token]) for token in range(len(tiny_tokenizer))]
-    unreadable = [
-        i for i, text in enumerate(texts) if not (text.isascii() and text.isprintable()) or text.startswith("<|")
-    ]
+    unreadable = [i for i, text in enumerate(texts) if not (text.isascii() and text.isprintable()) or text.startswith("<|")]
     with torch.no_grad():
         model.lm_head.weight[unreadable] = 0
     return model
@@ -151,9 +147,7 @@ def test_an_end_token_ends_the_output_wherever_in_a_run_it_falls(
         target = Target(model, tiny_tokenizer)
     finally:
         model.generation_config.eos_token_id = kept
-    sampling = SamplingParams(
-        max_new_tokens=ANSWER_LENGTH, stop_token_ids=[end] if kind == "stop id" else [], logprobs=True
-    )
+    sampling = SamplingParams(max_new_tokens=ANSWER_LENGTH, stop_token_ids=[end] if kind == "stop id" else [], logprobs=True)
     drafter = TrueDrafter({tuple(prompt): answer})
     (done,) = generate(target, [prompt], drafter=drafter, sampling=sampling, use_cost_guard=False)
     expected = answer[: answer.index(end) + 1]
@@ -299,9 +293,7 @@ def test_the_earliest_of_several_stop_strings_ends_the_text(
         assert (done.text, done.stop_string) == (text[:at], early)
 
 
-def test_a_beginning_of_a_stop_string_is_shown_once_it_is_none(
-    target: Target, prompt: list[int], answer: list[int]
-) -> None:
+def test_a_beginning_of_a_stop_string_is_shown_once_it_is_none(target: Target, prompt: list[int], answer: list[int]) -> None:
     """[E2] held back while it may become a stop string, and part of the text at the end of the output."""
     text = target.tokenizer.decode(answer)
     sampling = SamplingParams(max_new_tokens=ANSWER_LENGTH, stop=[text[2:5] + "\n", text[-3:] + "\n"])

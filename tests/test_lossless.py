@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from selfspec import SamplingParams, Target, generate
 from selfspec.config import SamplingParams as Params
-from selfspec.drafters import DraftModelDrafter, Drafter, NgramDrafter
+from selfspec.drafters import Drafter, DraftModelDrafter, NgramDrafter
 
 NUM_TOKENS = 24
 PROMPTS = random_prompts(7, (1, 40), seed=3)
@@ -63,9 +63,7 @@ def test_a_draft_model_of_another_shape_changes_nothing() -> None:
     for draft in (tiny_target("qwen2", seed=5), tiny_target("gpt2", seed=6), tiny_target("llama", seed=0)):
         drafter = DraftModelDrafter(draft, target.vocab_size, num_draft_tokens=4)
         for batch_size in (1, 3):
-            got = generate(
-                target, PROMPTS, drafter=drafter, sampling=sampling, batch_size=batch_size, use_cost_guard=False
-            )
+            got = generate(target, PROMPTS, drafter=drafter, sampling=sampling, batch_size=batch_size, use_cost_guard=False)
             assert [c.token_ids for c in got] == expected
             assert drafter._cache.num_used_blocks == 0 and not drafter._rows
 
@@ -103,9 +101,7 @@ def test_sampling_with_a_seed_equals_plain_sampling(name: str) -> None:
     answers = {tuple(p): e for p, e in zip(PROMPTS, expected, strict=True)}
     for label, drafter in drafters(target, answers).items():
         for batch_size in (1, 3, 7):
-            got = generate(
-                target, PROMPTS, drafter=drafter, sampling=params, batch_size=batch_size, use_cost_guard=False
-            )
+            got = generate(target, PROMPTS, drafter=drafter, sampling=params, batch_size=batch_size, use_cost_guard=False)
             assert [c.token_ids for c in got] == expected, (label, batch_size)
     # Mixed company: every other row has another law, and no seed.
     mixed = [p if i % 2 else Params(max_new_tokens=24, temperature=1.1) for i, p in enumerate(params)]
@@ -136,9 +132,7 @@ def test_sampled_drafts_repeat_with_their_seed_in_any_batch() -> None:
     runs = [
         [
             c.token_ids
-            for c in generate(
-                target, PROMPTS, drafter=drafter, sampling=params, batch_size=batch_size, use_cost_guard=False
-            )
+            for c in generate(target, PROMPTS, drafter=drafter, sampling=params, batch_size=batch_size, use_cost_guard=False)
         ]
         for batch_size in (1, 4, 7)
     ]

@@ -252,9 +252,7 @@ def test_a_tree_without_scores_is_verified_whole() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_how_much_of_a_sampled_draft_is_verified_is_decided_before_it_is_drawn(
-    target: Target, temperature: float
-) -> None:
+def test_how_much_of_a_sampled_draft_is_verified_is_decided_before_it_is_drawn(target: Target, temperature: float) -> None:
     """[S7] in the loop: every pass verifies the whole draft that was asked for."""
     asked = []
 

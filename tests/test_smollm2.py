@@ -51,9 +51,7 @@ def expected(source: Path, prompts: list[list[int]]) -> list[list[int]]:
     for ids in prompts:
         batch = torch.tensor([ids])
         with torch.inference_mode():
-            out = model.generate(
-                batch, attention_mask=torch.ones_like(batch), max_new_tokens=NUM_TOKENS, do_sample=False
-            )
+            out = model.generate(batch, attention_mask=torch.ones_like(batch), max_new_tokens=NUM_TOKENS, do_sample=False)
         outputs.append(out[0, len(ids) :].tolist())
     return outputs
 

@@ -1,4 +1,4 @@
-"""The target: every served family gives a tree's node the logits of its own path; what cannot be served is refused by name."""
+"""The target: every served family gives a tree's node its own path's logits; what cannot be served is refused by name."""
 
 from __future__ import annotations
 

@@ -38,19 +38,21 @@ class Drafter(ABC):
         """What was measured of this drafter; kept across calls, so that a second prompt starts where the first ended."""
         return Planner()
 
-    def admit(self, sequence: Sequence, features: Mapping[int, torch.Tensor]) -> None:
+    def admit(  # noqa: B027  (a drafter without state has nothing to do here, nor below)
+        self, sequence: Sequence, features: Mapping[int, torch.Tensor]
+    ) -> None:
         """A prompt was prefilled; `features` are those of all its tokens but the last, each [1, T, E]."""
 
     @abstractmethod
     def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
         """A tree for every row, at most `num_draft_tokens` deep (0: the roots alone)."""
 
-    def commit(
+    def commit(  # noqa: B027
         self, batch: Batch, tree: CandidateTree, acceptance: Acceptance, features: Mapping[int, torch.Tensor]
     ) -> None:
         """The step's outcome: `features` are those of the tree's nodes, each [B, N, E]."""
 
-    def retire(self, sequence: Sequence) -> None:
+    def retire(self, sequence: Sequence) -> None:  # noqa: B027
         """A sequence ended or was cancelled: drop its state. Called once for every admitted sequence."""
 
 

@@ -4,9 +4,9 @@ The draft model is itself a `Target` with its own KV cache. Invariant: of every 
 tokens; the rest (one token after a rejection, two after a fully accepted chain) is caught up at the next proposal's first
 pass. Rolling back is shortening the prefix.
 
-Deterministic drafts (the default) take the token that the *draft's* processed logits and the *target's* noise at that position
-choose: a function of seed and position, so exactness does not depend on it, and the better draft and target agree, the more
-often both choose the same token. Sampled drafts are drawn with noise of their own and verified by `accept_sampled`.
+Deterministic drafts (the default) take the token that the *draft's* processed logits and the *target's* noise at that
+position choose: a function of seed and position, so exactness does not depend on it, and the better draft and target agree,
+the more often both choose the same token. Sampled drafts are drawn with noise of their own and verified by `accept_sampled`.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ def check_same_tokenizer(target: Any, draft: Any) -> None:
     for token, token_id in by_id:
         if theirs.get(token) != token_id:
             raise ValueError(
-                f"the draft model's tokenizer differs from the target's: token {token!r} has id {token_id} in the target and "
-                f"{theirs.get(token, 'none')} in the draft; a draft model needs the target's own tokenizer"
+                f"the draft model's tokenizer differs from the target's: token {token!r} has id {token_id} in the target "
+                f"and {theirs.get(token, 'none')} in the draft; a draft model needs the target's own tokenizer"
             )
     extra = sorted(set(theirs) - set(ours), key=theirs.__getitem__)
     if extra:

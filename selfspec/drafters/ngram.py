@@ -1,8 +1,10 @@
-"""Prompt lookup: the tokens that followed the last occurrence of the present ending (https://github.com/apoorvumang/prompt-lookup-decoding).
+"""Prompt lookup: draft the tokens that followed the last occurrence of the text's present ending.
 
-No model and no training; it pays where the output repeats the prompt or itself: summaries, edits, code, extraction. The longer
-the matched ending, the likelier its continuation holds, so the drafter counts, per match length and depth, how often it did,
-and scores its drafts with that.
+The idea is https://github.com/apoorvumang/prompt-lookup-decoding's.
+
+No model and no training; it pays where the output repeats the prompt or itself: summaries, edits, code, extraction. The
+longer the matched ending, the likelier its continuation holds, so the drafter counts, per match length and depth, how often
+it did, and scores its drafts with that.
 """
 
 from __future__ import annotations
