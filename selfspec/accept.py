@@ -62,7 +62,8 @@ def accept_all_nodes(tree: CandidateTree, logits: torch.Tensor, sampler: Sampler
     chosen = sampler.choose_all(logits, tree.depths)  # [B, N]
     path, num_accepted = tree_accept(tree.tokens, tree.parents, chosen, tree.max_depth)
     tokens = torch.where(path >= 0, chosen.gather(1, path.clamp(min=0)), -1)
-    return Acceptance(path, num_accepted, tokens, _is_valid(logits).all(1))
+    is_valid = _is_valid(logits).gather(1, path.clamp(min=0)).all(1)
+    return Acceptance(path, num_accepted, tokens, is_valid)
 
 
 def accept_deterministic(tree: CandidateTree, logits: torch.Tensor, sampler: Sampler) -> Acceptance:

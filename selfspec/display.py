@@ -84,11 +84,10 @@ def _excerpt(text: str, max_chars: int) -> str:
 
 def show_benchmark(summaries: Mapping[str, Mapping[str, Summary]], environment: Mapping[str, object]) -> None:
     """One row for each task and mode; speed-ups are against the first mode of the task."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("task", no_wrap=True)
     table.add_column("mode", no_wrap=True)
-    headings = ("tokens/s", "acceptance\nlength", "speed-up\ndecode", "speed-up\ntotal", "against\ntransformers")
-    for heading in (*headings, "identical"):
+    for heading in ("tokens\n/s", "accept\nlength", "decode\nspeed", "total\nspeed", "vs\ntransf.", "same"):
         table.add_column(heading, justify="right", no_wrap=True)
     for task, modes in summaries.items():
         for i, (mode, summary) in enumerate(modes.items()):
@@ -105,7 +104,8 @@ def show_benchmark(summaries: Mapping[str, Mapping[str, Summary]], environment: 
         table.add_section()
     stdout.print(table)
     stdout.print(", ".join(f"{name} {value}" for name, value in environment.items()))
-    stdout.print("Speed-ups are medians over prompts; total includes prefill. Acceptance length includes the bonus token.")
+    stdout.print("Speeds are medians over prompts, relative to none; total includes prefill, and so does vs transformers.")
+    stdout.print("Accept length: tokens per target pass, bonus token included. Same: prompts with the tokens of none.")
 
 
 def _ratio(value: float | None) -> str:

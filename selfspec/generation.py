@@ -129,6 +129,7 @@ def stream(
     sampling = sampling or SamplingParams()
     if sampling.n != 1:
         raise ValueError(f"n={sampling.n} is not allowed in a stream: use generate for several samples")
+    _check_token_ids(target, sampling)
     requests = [Request(encode(target, prompt, 0), sampling)]
     planner = None if use_cost_guard else Planner(is_active=False)
     for step in decode(target, requests, drafter=drafter, planner=planner):
@@ -156,6 +157,14 @@ def encode(target: Target, prompt: Prompt, index: int) -> list[int]:
     return token_ids
 
 
+def _check_token_ids(target: Target, sampling: SamplingParams) -> None:
+    """Refuse settings that name tokens the target does not have."""
+    for name, token_ids in ("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias):
+        worst = max(token_ids, default=0)
+        if worst >= target.config.vocab_size:
+            raise ValueError(f"{name} has token id {worst}: {target.name} knows ids 0 to {target.config.vocab_size - 1}")
+
+
 def _requests(
     target: Target,
     prompts: Iterable[Prompt],
@@ -171,6 +180,7 @@ def _requests(
         else:
             params = sampling or SamplingParams()
         token_ids = encode(target, prompt, index)
+        _check_token_ids(target, params)
         for sample_index in range(params.n):
             order.append((index, sample_index))
             yield Request(token_ids, params, index, sample_index)

@@ -212,6 +212,8 @@ class Target:
         kind = self.model.config.model_type
         limit = min(self.config.vocab_size, 64)
         tokens = (torch.arange(6, device=self.device) * 7 + 3) % limit
+        # The formula as the modeling file writes it: sdpa of older transformers leaves soft-caps out.
+        self.model.set_attn_implementation("eager")
         plain = self.model(input_ids=tokens[None], use_cache=False).logits[0].float()
         self.vocab_size = plain.shape[-1]
         self.model.set_attn_implementation(ATTENTION_NAME)

@@ -124,8 +124,13 @@ def test_reserving_what_is_there_takes_no_block() -> None:
 def test_a_released_row_is_empty_and_its_blocks_are_used_again() -> None:
     cache = small_pool()
     row = cache.open_row()
-    fill(cache, row, 1.0, 100)
+    fill(cache, row, 1.0, 80)
     size = cache.keys.shape[1]
+    beside = cache.open_row()
+    cache.reserve([beside], 1)
+    fill(cache, row, 1.0, 20)
+    assert not row.is_contiguous and cache.keys.shape[1] == size
+    cache.release(beside)
     cache.release(row)
     assert (row.blocks, row.length, row.is_contiguous) == ([], 0, True)
     for mark in range(20):

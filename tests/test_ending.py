@@ -10,11 +10,13 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerFast
 
+from selfspec.accept import accept
 from selfspec.config import SamplingParams
 from selfspec.decode import Step, decode
 from selfspec.drafters.base import Drafter
 from selfspec.generation import Completion, generate, stream
 from selfspec.planner import Planner
+from selfspec.sampling import Sampler
 from selfspec.sequence import Batch, Request, Sequence
 from selfspec.target import Target
 from selfspec.tree import CandidateTree, chain
@@ -29,7 +31,7 @@ class TrueDrafter(Drafter):
 
     Args:
         answers: prompt -> true continuation.
-        is_eager: draft K tokens even where the loop asks for fewer.
+        is_eager: draft K tokens even where the loop asks for fewer, and where the truth has ended.
     """
 
     name = "true"
@@ -52,7 +54,7 @@ class TrueDrafter(Drafter):
         rows = []
         for sequence in batch.sequences:
             truth = self.answers[tuple(sequence.request.prompt_ids)][len(sequence.token_ids) :][:depth]
-            rows.append(truth + [-1] * (depth - len(truth)))
+            rows.append(truth + [0 if self.is_eager else -1] * (depth - len(truth)))
         return chain(batch.roots, torch.tensor(rows, dtype=torch.int64).view(len(rows), depth))
 
 
@@ -309,6 +311,19 @@ def test_stop_strings_without_a_tokenizer_are_refused(model: transformers.PreTra
         generate(Target(model), [[5, 6]], sampling=SamplingParams(stop=["x"]))
 
 
+@pytest.mark.parametrize("settings", [{"stop_token_ids": [3, 5000]}, {"logit_bias": {5000: 1.0}}], ids=str)
+def test_settings_that_name_tokens_the_target_has_not_are_refused(
+    target: Target, prompt: list[int], settings: dict[str, object]
+) -> None:
+    name = next(iter(settings))
+    sampling = SamplingParams(min_new_tokens=1, **settings)  # type: ignore[arg-type]
+    message = f"{name} has token id 5000: tiny knows ids 0 to {target.vocab_size - 1}"
+    with pytest.raises(ValueError, match=message):
+        generate(target, [prompt], sampling=sampling)
+    with pytest.raises(ValueError, match=message):
+        list(stream(target, prompt, sampling=sampling))
+
+
 # The end of the context.
 
 CONTEXT = 32
@@ -361,6 +376,7 @@ def test_prompts_up_to_the_last_place_of_the_context_fill_it(short_target: Targe
         assert {completion.finish_reason for completion in done} == {"length"}
         for completion in done:
             assert completion.num_draft_tokens == completion.num_accepted_tokens
+            assert completion.num_accepted_tokens == len(completion.token_ids) - completion.num_target_passes
 
 
 @pytest.mark.parametrize("surplus", [0, 1, 40])
@@ -454,3 +470,19 @@ def test_logits_that_are_not_finite_end_the_run_and_free_it(tiny_target_dir: Pat
     with pytest.raises(FloatingPointError, match="not finite after 0 tokens: use a wider dtype"):
         list(decode(target, [Request([5, 6, 7], SamplingParams(max_new_tokens=4))], cache=cache))
     assert cache.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("top_k", [0, 3], ids=["all nodes at once", "node by node"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_only_logits_that_decide_a_token_must_be_finite(bad: float, top_k: int) -> None:
+    """A wrong draft that makes the target overflow behind it is rejected like any other: plain decoding is not there."""
+    num_tokens = torch.tensor([2, 2])
+    params = [SamplingParams(temperature=1.0, top_k=top_k, seed=1)] * 2
+    sampler = Sampler(params, num_tokens, torch.ones(2, 9, dtype=torch.int64), num_tokens, num_tokens, ())
+    tree = chain(torch.tensor([1, 1]), torch.tensor([[4, 2], [4, 2]]))
+    logits = torch.zeros(2, 3, 6)
+    logits[0, 0, 3] = logits[1, 0, 4] = 100
+    logits[:, 1, 5] = bad
+    acceptance = accept(tree, logits, sampler)
+    assert acceptance.num_accepted.tolist()[0] == 0
+    assert acceptance.is_valid.tolist() == [True, False]

@@ -280,6 +280,9 @@ def test_padding_is_never_accepted_when_the_target_chooses_token_zero(
     path, num_accepted = accept(tokens, parents, torch.zeros(3, 4, dtype=torch.int64), 3)
     assert num_accepted.tolist() == [0, 1, 1]
     assert path.tolist() == [[0, -1, -1, -1], [0, 1, -1, -1], [0, 2, -1, -1]]
+    # Nor is a slot whose token alone marks it as padding.
+    path, num_accepted = accept(tokens, torch.tensor([[-1, 0, 1, 2]] * 3), torch.zeros(3, 4, dtype=torch.int64), 3)
+    assert num_accepted.tolist() == [0, 1, 0]
 
 
 @PROPERTY

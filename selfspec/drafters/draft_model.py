@@ -109,18 +109,22 @@ class DraftModelDrafter(Drafter):
         for b, row in zip(active, rows, strict=True):
             num_tokens = batch.sequences[b].num_tokens
             if num_tokens - row.length > 2:
-                self.draft.prefill(batch.history[b, row.length : num_tokens - 1], row, self._cache)
+                self.draft.prefill(self._known(batch.history[b, row.length : num_tokens - 1]), row, self._cache)
             pending.append(num_tokens - row.length)
         width = max(pending)
         first = torch.tensor([row.length for row in rows]).to(batch.device)
         count = torch.tensor(pending).to(batch.device)
         offsets = torch.arange(width, device=batch.device)
         tokens = batch.history[torch.tensor(active).to(batch.device)].gather(1, first[:, None] + offsets)
-        tokens = torch.where(offsets < count[:, None], tokens, -1)
+        tokens = torch.where(offsets < count[:, None], self._known(tokens), -1)
         logits = self.draft.verify(chain(tokens[:, 0], tokens[:, 1:]), rows, self._cache).logits
         for row, num_tokens in zip(rows, pending, strict=True):
             self._cache.advance(row, num_tokens)
         return logits.gather(1, (count - 1)[:, None, None].expand(-1, 1, logits.shape[-1]))[:, 0]
+
+    def _known(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens behind the draft's vocabulary (the target's has more padding) read as its last: worse drafts at most."""
+        return tokens.clamp(max=self.draft.vocab_size - 1)
 
     def _choose(
         self, batch: Batch, logits: torch.Tensor, index: torch.Tensor, depth: int
