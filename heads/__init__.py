@@ -1,6 +1,7 @@
-"""Draft heads: trainable modules that guess the target's next tokens, by the name their config carries.
+"""Trainable draft heads, by the `head_type` that their config.json names."""
 
-A head imports no engine code, so that it trains and loads alone. Import this package as `selfspec.heads`.
-"""
+from selfspec.heads.base import DraftHead
+from selfspec.heads.eagle import EagleHead
+from selfspec.heads.medusa import MedusaHead
 
-HEADS: dict[str, type] = {}
+HEADS: dict[str, type[DraftHead]] = {"medusa": MedusaHead, "eagle": EagleHead}

@@ -44,29 +44,30 @@ def tree_attention_reference(
         query: [B, H, N, D]; head h reads key-value head `h // (H // G)`.
         key_cache, value_cache: [num_slots, G, D] and [num_slots, G, Dv], the tree's rows already written.
         block_tables, lengths: [B, M] and [B], int64; `lengths` is T, the committed prefix.
-        depths, ancestor_mask: [B, N] int64 and [B, N, N] bool.
+        depths, ancestor_mask: [B, M] int64 and [B, N, M] bool of the tree's M stored nodes; the queries are the last N of
+            them (all of them in a verify pass, the newest layer where a tree grows).
         sinks: [H] or None.
 
     Returns:
         [B, N, H, Dv], query's dtype.
     """
     B, H, N, _ = query.shape
-    G = key_cache.shape[1]
-    S = int(lengths.max()) + N
+    G, M = key_cache.shape[1], ancestor_mask.shape[2]
+    S = int(lengths.max()) + M
     index = torch.arange(S, device=query.device).expand(B, S)
-    in_row = index < (lengths + N)[:, None]
-    slots = slots_of(block_tables, index.minimum((lengths + N - 1)[:, None]), block_size)
+    in_row = index < (lengths + M)[:, None]
+    slots = slots_of(block_tables, index.minimum((lengths + M - 1)[:, None]), block_size)
     keys = key_cache[slots].float().repeat_interleave(H // G, dim=2)  # [B, S, H, D]
     values = value_cache[slots].float().repeat_interleave(H // G, dim=2)
 
-    node = (index - lengths[:, None]).clamp(0, N - 1)
+    node = (index - lengths[:, None]).clamp(0, M - 1)
     in_tree = (index >= lengths[:, None]) & in_row
     key_positions = torch.where(in_tree, lengths[:, None] + depths.gather(1, node), index)
     visible = torch.where(
         in_tree[:, None], ancestor_mask.gather(2, node[:, None].expand(B, N, S)), in_row[:, None]
     )  # [B, N, S]
     if sliding_window is not None:
-        query_positions = lengths[:, None] + depths
+        query_positions = lengths[:, None] + depths[:, M - N :]
         visible = visible & (query_positions[:, :, None] - key_positions[:, None] < sliding_window)
 
     scores = torch.einsum("bhnd,bshd->bhns", query.float(), keys) * scaling

@@ -23,9 +23,9 @@ class TreeLayout:
     Attributes:
         block_tables: [B, M] int64.
         lengths: [B] int64, T of each row; `host_lengths` is the same on the host.
-        depths: [B, N] int64, of the tree's nodes.
-        ancestor_mask: [B, N, N] bool.
-        row_slots: per row, the slots of its T + N keys in storage order: a slice where they are consecutive.
+        depths: [B, M] int64, of the tree's stored nodes; a pass queries the last N of them.
+        ancestor_mask: [B, N, M] bool.
+        row_slots: per row, the slots of its T + M keys in storage order: a slice where they are consecutive.
     """
 
     block_tables: torch.Tensor
@@ -38,24 +38,24 @@ class TreeLayout:
     _biases: dict[tuple[int, int | None, int, torch.dtype], torch.Tensor | None] = field(default_factory=dict)
 
     def bias(self, row: int, sliding_window: int | None, num_groups: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Additive mask [num_groups * N, T + N] of one row (None where every key is visible), cached for the pass."""
+        """Additive mask [num_groups * N, T + M] of one row (None where every key is visible), cached for the pass."""
         key = (row, sliding_window, num_groups, dtype)
         if key not in self._biases:
             self._biases[key] = self._make_bias(*key)
         return self._biases[key]
 
     def _make_bias(self, row: int, sliding_window: int | None, num_groups: int, dtype: torch.dtype) -> torch.Tensor | None:
-        N = self.depths.shape[1]
+        _, N, M = self.ancestor_mask.shape
         T = self.host_lengths[row]
-        if N == 1 and (sliding_window is None or T < sliding_window):
+        if N == M == 1 and (sliding_window is None or T < sliding_window):
             return None
         device = self.depths.device
         visible = torch.cat([torch.ones(N, T, dtype=torch.bool, device=device), self.ancestor_mask[row]], dim=1)
         if sliding_window is not None:
             depths = self.depths[row]
             positions = torch.cat([torch.arange(T, device=device), T + depths])
-            visible &= (T + depths)[:, None] - positions < sliding_window
-        bias = torch.zeros(N, T + N, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
+            visible &= (T + depths[M - N :])[:, None] - positions < sliding_window
+        bias = torch.zeros(N, T + M, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
         return bias.repeat(num_groups, 1)
 
 

@@ -125,9 +125,19 @@ class KVCache:
             heapq.heappush(self._free, block)
         self._num_blocks += num_new
 
-    def layout(self, rows: list[CacheRow], tree: CandidateTree) -> tuple[TreeLayout, torch.Tensor]:
-        """Where a pass over `tree` reads, and the slots [B * N] it writes; `reserve` must have made the room."""
-        B, N = tree.tokens.shape
+    def layout(
+        self, rows: list[CacheRow], tree: CandidateTree, num_new: int | None = None
+    ) -> tuple[TreeLayout, torch.Tensor]:
+        """Where a pass reads, and the slots it writes; `reserve` must have made the room.
+
+        Args:
+            num_new: how many of the tree's last nodes the pass computes, all by default; the others are stored already.
+
+        Returns:
+            The layout and the new nodes' slots [B * num_new].
+        """
+        N = tree.num_nodes
+        first = 0 if num_new is None else N - num_new
         for row in rows:
             assert row.length + N <= len(row.blocks) * self.block_size, "reserve comes before layout"
         num_columns = max(len(row.blocks) for row in rows)
@@ -139,11 +149,11 @@ class KVCache:
             lengths=lengths,
             host_lengths=host_lengths,
             depths=tree.depths,
-            ancestor_mask=tree.ancestor_mask(),
+            ancestor_mask=tree.ancestor_mask()[:, first:],
             block_size=self.block_size,
             row_slots=[self._row_slots(row, row.length + N) for row in rows],
         )
-        return layout, self._slots(tables, lengths[:, None] + torch.arange(N, device=self.device)).flatten()
+        return layout, self._slots(tables, lengths[:, None] + torch.arange(first, N, device=self.device)).flatten()
 
     def _slots(self, tables: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return tables.gather(1, index // self.block_size) * self.block_size + index % self.block_size

@@ -14,6 +14,7 @@ from selfspec.bench import Summary
 from selfspec.compare import Answer, Mode, first_difference
 from selfspec.doctor import Finding
 from selfspec.prompts import PromptRow
+from selfspec.train.conversations import Report
 
 stdout = Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
@@ -118,3 +119,15 @@ def show_findings(findings: Sequence[Finding]) -> None:
     for finding in findings:
         table.add_row(Text(finding.state, style=STATE_STYLES[finding.state]), finding.subject, Text(finding.detail))
     stdout.print(table)
+
+
+def show_skipped(report: Report) -> None:
+    """Every reason for which rows were skipped, most frequent first, with its first places."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("skipped", justify="right", no_wrap=True)
+    table.add_column("reason")
+    table.add_column("such as")
+    for reason, count in report.skipped.most_common():
+        table.add_row(str(count), Text(reason), Text("\n".join(report.examples[reason])))
+    if report.skipped:
+        stdout.print(table)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
@@ -144,6 +145,17 @@ class Target:
     ) -> Verification:
         """One forward over every node of a batch of trees; the nodes' KV lands in the rows' scratch slots."""
         return self._forward(tree, rows, cache, features, logits_to_keep=0)
+
+    def hidden_states(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, features: Sequence[int]
+    ) -> dict[int, torch.Tensor]:
+        """Hidden states of plain rows, as training needs them: each [B, T, E], without gradients.
+
+        Positions [B, T] that start over begin a new text, which does not see those before it in its row.
+        """
+        with torch.no_grad(), self._taps(features) as taken:
+            self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        return taken
 
     def truncated(self, num_layers: int) -> Target:
         """A target of this one's first `num_layers` layers, final norm and LM head; every weight is shared."""
@@ -293,16 +305,22 @@ def _plain_attention(
     """Ordinary attention, for the model's use outside tree passes: causal where no mask is given."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    N, S = query.shape[2], key.shape[2]
+    if softcap is None and sinks is None:
+        is_causal = mask is None and N == S
+        if mask is None and N < S:
+            mask = torch.ones(N, S, dtype=torch.bool, device=query.device).tril(S - N)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, scale=scaling)
+        return out.transpose(1, 2).contiguous()
     scores = (query @ key.transpose(2, 3)).float() * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
-        N, S = scores.shape[-2:]
         mask = torch.ones(N, S, dtype=torch.bool, device=scores.device).tril(S - N)
     scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:
         scores = torch.cat([scores, sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
-    probs = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
+    probs = scores.softmax(-1)[..., :S].to(value.dtype)
     return (probs @ value).transpose(1, 2).contiguous()
 
 

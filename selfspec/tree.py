@@ -157,3 +157,54 @@ def from_parents(tokens: torch.Tensor, parents: torch.Tensor, scores: torch.Tens
         depths = depths + (ancestor >= 0)
         ancestor = torch.where(ancestor >= 0, parents.gather(1, ancestor.clamp(min=0)), -1)
     return CandidateTree(tokens, parents, depths, max_depth=int(depths.max()), scores=scores)
+
+
+class TreeGrower:
+    """Best-first growth of candidate trees, one depth at a time, on the device (https://arxiv.org/abs/2406.16858).
+
+    At every depth the `width` best nodes are expanded; all their children are candidates. A node's score is the sum of its
+    path's log-probabilities, so it never rises along a path, and the best N candidates form a tree.
+    """
+
+    def __init__(self, roots: torch.Tensor, width: int) -> None:
+        B = roots.shape[0]
+        self.width = width
+        self._tokens = [roots[:, None]]
+        self._parents = [torch.full_like(roots, -1)[:, None]]
+        self._depths = [torch.zeros_like(roots)[:, None]]
+        self._scores = [torch.zeros(B, 1, device=roots.device)]
+        self._beam = torch.zeros(B, 1, dtype=torch.int64, device=roots.device)
+        self._beam_scores = self._scores[0]
+        self._num_nodes = 1
+
+    def expand(self, tokens: torch.Tensor, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give every node of the beam its children; the best of them are the next beam.
+
+        Args:
+            tokens, log_probs: [B, W, k], W being the present beam's size (1 at first: the root).
+
+        Returns:
+            The next beam's tokens [B, W'] and the position [B, W'] of each one's parent in the present beam.
+        """
+        B, W, k = tokens.shape
+        scores = (self._beam_scores[:, :, None] + log_probs.float()).flatten(1)  # [B, W * k]
+        self._tokens.append(tokens.flatten(1))
+        self._parents.append(self._beam.repeat_interleave(k, dim=1))
+        self._depths.append(torch.full_like(self._tokens[-1], len(self._depths)))
+        self._scores.append(scores)
+        best = scores.topk(min(self.width, W * k), dim=1)
+        self._beam = self._num_nodes + best.indices
+        self._beam_scores = best.values
+        self._num_nodes += W * k
+        return self._tokens[-1].gather(1, best.indices), best.indices // k
+
+    def tree(self, num_nodes: int, is_active: torch.Tensor | None = None) -> CandidateTree:
+        """The best `num_nodes` candidates, root included; rows that are not active [B] get their root alone."""
+        tree = CandidateTree(
+            tokens=torch.cat(self._tokens, dim=1),
+            parents=torch.cat(self._parents, dim=1),
+            depths=torch.cat(self._depths, dim=1),
+            max_depth=len(self._depths) - 1,
+            scores=torch.cat(self._scores, dim=1),
+        ).prune(num_nodes)
+        return tree if is_active is None else tree.limit_depth(torch.where(is_active, tree.max_depth, 0))

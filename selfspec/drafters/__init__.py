@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from selfspec.drafters.base import Drafter, NoDrafter
 from selfspec.drafters.draft_model import DraftModelDrafter, check_same_tokenizer
+from selfspec.drafters.eagle import EagleDrafter
+from selfspec.drafters.medusa import MedusaDrafter
 from selfspec.drafters.ngram import NgramDrafter
+from selfspec.heads.eagle import EagleHead
+from selfspec.heads.medusa import MedusaHead
+from selfspec.hub import load_head, shipped_head
 from selfspec.target import Target
 
-__all__ = ["DRAFTERS", "DraftModelDrafter", "Drafter", "NgramDrafter", "NoDrafter", "load_drafter"]
+__all__ = [
+    "DRAFTERS",
+    "DraftModelDrafter",
+    "Drafter",
+    "EagleDrafter",
+    "MedusaDrafter",
+    "NgramDrafter",
+    "NoDrafter",
+    "load_drafter",
+]
 
 DRAFTERS = {
     "none": "autoregressive decoding",
     "ngram": "prompt lookup; ngram:K drafts at most K tokens",
     "draft_model": "draft_model:PATH_OR_ID drafts with a smaller model of the same vocabulary",
     "truncated": "truncated:L drafts with the target's own first L layers, untrained",
+    "medusa": "medusa:PATH_OR_ID drafts a tree with trained Medusa heads",
+    "eagle": "eagle:PATH_OR_ID drafts a tree with a trained EAGLE-3 head",
 }
 
 
@@ -50,6 +66,12 @@ def load_drafter(
         if not 1 <= number <= MAX_DRAFT_TOKENS:
             raise ValueError(f"drafter {spec!r} is out of range: draft 1 to {MAX_DRAFT_TOKENS} tokens")
         return NgramDrafter(num_draft_tokens or number)
+    if name in ("medusa", "eagle"):
+        head = load_head(argument or shipped_head(name, target), target, kind=name)
+        if isinstance(head, MedusaHead):
+            return MedusaDrafter(target, head, num_draft_tokens=num_draft_tokens, name=spec)
+        assert isinstance(head, EagleHead)
+        return EagleDrafter(target, head, num_draft_tokens=num_draft_tokens or 6, name=spec)
     if name == "truncated":
         draft = target.truncated(_number(spec, argument))
     else:

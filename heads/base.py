@@ -1,0 +1,221 @@
+"""What every trained head has: a config that names its target, weights in safetensors, and a strict way back.
+
+A head is a small `nn.Module` that reads a frozen target's hidden states and proposes its next tokens. It imports no engine
+code, so it trains and loads alone; the target's embedding and LM head are handed to it, never copied into its files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import abstractmethod
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from huggingface_hub import HfApi, snapshot_download
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
+
+# A fingerprint is this many evenly spaced values of a weight, compared with room for another dtype or int8 storage.
+FINGERPRINT_SIZE = 32
+FINGERPRINT_TOLERANCE = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetIdentity:
+    """Which target a head was trained for: enough to notice, before the first token, that it is another.
+
+    Attributes:
+        vocab_size: rows of the embedding, padding rows included.
+        tokenizer: hash of the token -> id map, "" where there was no tokenizer.
+        embedding, lm_head: fingerprints of the two weights.
+    """
+
+    name: str
+    revision: str | None
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    tokenizer: str
+    embedding: tuple[float, ...]
+    lm_head: tuple[float, ...]
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, *, name: str, revision: str | None = None) -> TargetIdentity:
+        """The identity of a transformers causal LM."""
+        config = model.config.get_text_config()
+        embedding = model.get_input_embeddings().weight
+        return cls(
+            name=name,
+            revision=revision,
+            model_type=config.model_type,
+            hidden_size=config.hidden_size,
+            num_layers=config.num_hidden_layers,
+            vocab_size=embedding.shape[0],
+            tokenizer="" if tokenizer is None else tokenizer_hash(tokenizer),
+            embedding=fingerprint(embedding),
+            lm_head=fingerprint(model.get_output_embeddings().weight),
+        )
+
+    def check(self, other: TargetIdentity) -> None:
+        """Raise a ValueError that names both sides unless `other` is the target this head was trained for."""
+        for name in ("hidden_size", "num_layers", "vocab_size"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                raise ValueError(f"the head was trained for {self.name} with {name} {ours}; {other.name} has {theirs}")
+        if self.tokenizer and other.tokenizer and self.tokenizer != other.tokenizer:
+            raise ValueError(
+                f"the head was trained with the tokenizer of {self.name} (hash {self.tokenizer}); {other.name} has "
+                f"another ({other.tokenizer})"
+            )
+        for name in ("embedding", "lm_head"):
+            gap = _relative_gap(getattr(self, name), getattr(other, name))
+            if gap > FINGERPRINT_TOLERANCE:
+                raise ValueError(
+                    f"the head was trained for {self.name}, whose {name} weights differ from those of {other.name} "
+                    f"(relative gap {gap:.2g}): load the target it was trained for, or train it again"
+                )
+
+
+def fingerprint(weight: torch.Tensor) -> tuple[float, ...]:
+    """Evenly spaced values of a weight, rounded to what bfloat16 keeps."""
+    flat = weight.detach().flatten()
+    index = torch.linspace(0, len(flat) - 1, FINGERPRINT_SIZE, dtype=torch.float64).long()
+    return tuple(float(f"{value:.3g}") for value in flat[index.to(flat.device)].float().tolist())
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Hash of the token -> id map."""
+    listing = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
+    return hashlib.sha256(listing.encode()).hexdigest()[:16]
+
+
+def _relative_gap(ours: tuple[float, ...], theirs: tuple[float, ...]) -> float:
+    a, b = torch.tensor(ours), torch.tensor(theirs)
+    return float((a - b).norm() / a.norm().clamp(min=1e-12))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """The part of a head's config that all heads share. Subclasses add their shapes and check them."""
+
+    head_type: ClassVar[str]
+    target: TargetIdentity
+
+    def to_dict(self) -> dict[str, Any]:
+        from selfspec import __version__
+
+        return {"head_type": self.head_type, "selfspec_version": __version__, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> Self:
+        """The config in a JSON object; unknown and missing keys are errors that name them."""
+        record = {key: value for key, value in record.items() if key not in ("head_type", "selfspec_version")}
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(record) - known):
+            raise ValueError(f"{CONFIG_NAME} has unknown keys for a {cls.head_type} head: {', '.join(unknown)}")
+        if missing := sorted(known - set(record)):
+            raise ValueError(f"{CONFIG_NAME} lacks keys of a {cls.head_type} head: {', '.join(missing)}")
+        target: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.pop("target").items()}
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
+        return cls(target=TargetIdentity(**target), **values)
+
+
+class DraftHead(nn.Module):
+    """A trainable head.
+
+    Attributes:
+        features: the target's hidden states it reads, in transformers' numbering (k: entering layer k; -1: after the
+            final norm).
+    """
+
+    config_class: ClassVar[type[HeadConfig]]
+    features: tuple[int, ...]
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    @abstractmethod
+    def initialise(self, model: Any) -> None:
+        """Start from the target where that helps (its final norm, its LM head); called once, before training."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def save_pretrained(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
+        """Write `config.json` and `model.safetensors`; `dtype` converts the floating-point weights."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        state = {
+            name: (value.to(dtype) if dtype is not None and value.is_floating_point() else value).contiguous().cpu()
+            for name, value in self.state_dict().items()
+        }
+        # The weights first and under another name: a folder with a config is a whole head.
+        partial = directory / (WEIGHTS_NAME + ".partial")
+        save_file(state, partial, metadata={"format": "pt"})
+        partial.replace(directory / WEIGHTS_NAME)
+        (directory / CONFIG_NAME).write_text(json.dumps(self.config.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path, *, revision: str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """Load a head from a folder or the Hub, strictly: every weight of the config's shape, and no other.
+
+        Raises:
+            ValueError: no head there, a head of another type, missing, unexpected or misshapen weights, NaN or infinity.
+        """
+        directory = find_head(source, revision)
+        record = read_config(directory)
+        if record["head_type"] != cls.config_class.head_type:
+            raise ValueError(f"{source} is a {record['head_type']} head, not a {cls.config_class.head_type} head")
+        try:
+            head = cls(cls.config_class.from_dict(record))
+            state = load_file(directory / WEIGHTS_NAME)
+            head.load_state_dict(state, strict=True)
+        except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:
+            raise ValueError(f"{source}: {' '.join(str(error).split())}") from error
+        for name, value in state.items():
+            if value.is_floating_point() and not bool(value.isfinite().all()):
+                raise ValueError(f"{source}: {name} holds values that are not finite: the head is damaged")
+        stored = next(value.dtype for value in state.values() if value.is_floating_point())
+        return head.to(dtype=dtype or stored).eval().requires_grad_(False)
+
+    def push_to_hub(self, repo_id: str, *, directory: str | Path, token: str | None = None, private: bool = False) -> str:
+        """Upload a saved head's folder (weights, config, card) as a model repository; returns its address."""
+        api = HfApi(token=token)
+        url = api.create_repo(repo_id, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repo_id, folder_path=str(directory))
+        return str(url)
+
+
+def find_head(source: str | Path, revision: str | None = None) -> Path:
+    """The folder of a local head, or of a downloaded copy of one on the Hub."""
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        return Path(snapshot_download(str(source), revision=revision, allow_patterns=[CONFIG_NAME, WEIGHTS_NAME]))
+    except Exception as error:
+        first = str(error).strip().splitlines()
+        raise ValueError(
+            f"{source}: no such folder, and no head to be had from the Hugging Face Hub "
+            f"({first[0] if first else type(error).__name__}): check the spelling and your network"
+        ) from error
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """A head's config.json as an object with a `head_type`."""
+    path = directory / CONFIG_NAME
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{directory} holds no head: {CONFIG_NAME} cannot be read ({error})") from error
+    if not isinstance(record, dict) or "head_type" not in record:
+        raise ValueError(f"{directory} holds no selfspec head: {CONFIG_NAME} has no head_type")
+    return record

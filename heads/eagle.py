@@ -1,0 +1,201 @@
+"""EAGLE-3: one decoder layer that continues the target's hidden states (https://arxiv.org/abs/2503.01840).
+
+Entry j of the head's sequence pairs the target's fused feature of token j with the embedding of token j + 1 and predicts
+token j + 2; its output stands in for the feature of token j + 1, which the target has not computed yet, when the head drafts
+on.
+
+    fused_j = fc([fc_norm_0(low_j); fc_norm_1(middle_j); fc_norm_2(high_j)])
+    x_j     = [input_layernorm(embed(token_{j+1})); hidden_norm(hidden_j)]        hidden_j = fused_j, or the last output
+    h_j     = hidden_j + attention(x_j);   out_j = h_j + mlp(post_attention_layernorm(h_j))
+    logits  = lm_head(norm(out_j))         over a draft vocabulary; target id = i + d2t[i]
+
+The per-layer norms before `fc` and the normed output fed back (`has_fc_norm`, `feeds_normed`) are EAGLE-3.1's
+(https://arxiv.org/abs/2605.09992). Parameter names are those of the public checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from selfspec.heads.base import DraftHead, HeadConfig
+
+# (queries [B, H, N, D], keys [B, G, N, D], values [B, G, N, D]) -> [B, N, H, D]; it knows the keys of earlier entries.
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(HeadConfig):
+    """Args:
+    feature_layers: which hidden states are fused, in transformers' numbering (k: entering layer k).
+    draft_vocab_size: tokens it can draft; the target's vocabulary size for all.
+    has_fc_norm, feeds_normed: EAGLE-3.1's norms.
+    norm_before_residual: the residual branch carries the normed hidden state.
+    """
+
+    head_type: ClassVar[str] = "eagle"
+    feature_layers: tuple[int, ...]
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    draft_vocab_size: int
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+    has_fc_norm: bool = True
+    feeds_normed: bool = True
+    norm_before_residual: bool = False
+
+    def __post_init__(self) -> None:
+        L = self.target.num_layers
+        if not self.feature_layers or len(set(self.feature_layers)) < len(self.feature_layers):
+            raise ValueError(f"feature_layers={self.feature_layers} must name at least one layer, none twice")
+        if not all(0 <= k <= L for k in self.feature_layers):
+            raise ValueError(f"feature_layers={self.feature_layers}: {self.target.name} has hidden states 0 to {L}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+        if not 1 <= self.draft_vocab_size <= self.target.vocab_size:
+            raise ValueError(f"draft_vocab_size={self.draft_vocab_size}: use 1 to {self.target.vocab_size}")
+
+    @staticmethod
+    def default_feature_layers(num_layers: int) -> tuple[int, ...]:
+        """Hidden states entering layers 2, n // 2 and n - 3; in a shallow target, those of them that exist."""
+        wanted = (2, num_layers // 2, num_layers - 3)
+        return tuple(sorted({min(max(k, 0), num_layers) for k in wanted}))
+
+
+class EagleAttention(nn.Module):
+    """Rotary attention over [embedding; hidden]: twice the hidden size in, once out."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        E, H, G, D = config.target.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = H, G, D
+        self.q_proj = nn.Linear(2 * E, H * D, bias=False)
+        self.k_proj = nn.Linear(2 * E, G * D, bias=False)
+        self.v_proj = nn.Linear(2 * E, G * D, bias=False)
+        self.o_proj = nn.Linear(H * D, E, bias=False)
+        exponents = torch.arange(0, D, 2, dtype=torch.float32) / D
+        self.inv_freq: torch.Tensor
+        self.register_buffer("inv_freq", config.rope_theta**-exponents, persistent=False)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        B, N, _ = x.shape
+        query = self.q_proj(x).view(B, N, self.num_heads, self.head_dim).transpose(1, 2)
+        key = self.k_proj(x).view(B, N, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        value = self.v_proj(x).view(B, N, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        angles = positions[:, None, :, None].float() * self.inv_freq  # [B, 1, N, D / 2]
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        out = attend(_rotate(query, cos, sin), _rotate(key, cos, sin), value)
+        return self.o_proj(out.reshape(B, N, -1))
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding with the two halves of the head dimension as pairs (https://arxiv.org/abs/2104.09864)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class EagleMLP(nn.Module):
+    """The gated MLP of Llama."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        E, F_ = config.target.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(E, F_, bias=False)
+        self.up_proj = nn.Linear(E, F_, bias=False)
+        self.down_proj = nn.Linear(F_, E, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class EagleLayer(nn.Module):
+    """The decoder layer."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        E, eps = config.target.hidden_size, config.rms_norm_eps
+        self.norm_before_residual = config.norm_before_residual
+        self.self_attn = EagleAttention(config)
+        self.mlp = EagleMLP(config)
+        self.input_layernorm = nn.RMSNorm(E, eps)
+        self.hidden_norm = nn.RMSNorm(E, eps)
+        self.post_attention_layernorm = nn.RMSNorm(E, eps)
+
+    def forward(self, hidden: torch.Tensor, embedded: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        x = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        hidden = residual + self.self_attn(x, positions, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class EagleHead(DraftHead):
+    """The head: fused features or its own outputs in, draft logits out. The caller brings attention and embedding."""
+
+    config_class = EagleConfig
+    config: EagleConfig
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config)
+        E, eps = config.target.hidden_size, config.rms_norm_eps
+        num_features = len(config.feature_layers)
+        self.features = config.feature_layers
+        self.fc_norm = nn.ModuleList(nn.RMSNorm(E, eps) for _ in range(num_features if config.has_fc_norm else 0))
+        self.fc = nn.Linear(num_features * E, E, bias=False)
+        self.midlayer = EagleLayer(config)
+        self.norm = nn.RMSNorm(E, eps)
+        self.lm_head = nn.Linear(E, config.draft_vocab_size, bias=False)
+        self.d2t: torch.Tensor
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+
+    def initialise(self, model: Any, draft_ids: torch.Tensor | None = None) -> None:
+        """Start norm and LM head from the target's, and fix the draft vocabulary.
+
+        Args:
+            draft_ids: [draft_vocab_size] ascending target ids that the head can draft; needed unless it drafts all.
+        """
+        size = self.config.draft_vocab_size
+        if draft_ids is None:
+            if size != self.config.target.vocab_size:
+                raise ValueError(f"draft_vocab_size={size} is a part of the vocabulary: draft_ids must say which")
+            draft_ids = torch.arange(size)
+        self.d2t.copy_(draft_ids - torch.arange(size))
+        self.lm_head.weight.data.copy_(model.get_output_embeddings().weight.detach()[draft_ids.to(model.device)])
+        final_norm = getattr(model.base_model, "norm", None)
+        if final_norm is not None and getattr(final_norm, "weight", None) is not None:
+            self.norm.weight.data.copy_(final_norm.weight.detach())
+
+    @property
+    def draft_ids(self) -> torch.Tensor:
+        """[draft_vocab_size] the target id of every draft id."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def fuse(self, features: list[torch.Tensor]) -> torch.Tensor:
+        """[B, N, E] from the feature layers' hidden states, each [B, N, E]."""
+        if self.fc_norm:
+            features = [norm(feature) for norm, feature in zip(self.fc_norm, features, strict=True)]
+        return self.fc(torch.cat(features, dim=-1))
+
+    def forward(
+        self, hidden: torch.Tensor, embedded: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass of the layer over N entries.
+
+        Args:
+            hidden: [B, N, E] fused features, or the `fed` output of the entries before.
+            embedded: [B, N, E] embedding of each entry's next token.
+            positions: [B, N].
+
+        Returns:
+            `normed` for `lm_head` and `fed` for the next pass, both [B, N, E].
+        """
+        out = self.midlayer(hidden, embedded, positions, attend)
+        normed = self.norm(out)
+        return normed, normed if self.config.feeds_normed else out

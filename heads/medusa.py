@@ -1,0 +1,83 @@
+"""Medusa heads: one small network per future position, all reading the target's last hidden state.
+
+Head i (from 0) at position t predicts token t + 2 + i: the LM head itself predicts t + 1 (https://arxiv.org/abs/2401.10774,
+section 2.1). Each head is L residual blocks x + silu(W x + b), with weights of its own, followed by an output layer: the
+target's LM head, shared and frozen (the default), or a private one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from selfspec.heads.base import DraftHead, HeadConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig(HeadConfig):
+    """Args:
+    num_heads: M, the deepest token it drafts.
+    num_blocks: residual blocks of each head.
+    has_output_layer: private output layers instead of the target's LM head.
+    """
+
+    head_type: ClassVar[str] = "medusa"
+    num_heads: int = 4
+    num_blocks: int = 1
+    has_output_layer: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.num_blocks < 1:
+            raise ValueError(f"num_heads={self.num_heads}, num_blocks={self.num_blocks}: both must be at least 1")
+
+
+class ResidualBlock(nn.Module):
+    """x + silu(W x + b); starts as the identity, so that a new head starts as a copy of the LM head."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class MedusaHead(DraftHead):
+    """M heads over the hidden state after the final norm."""
+
+    config_class = MedusaConfig
+    features = (-1,)
+    config: MedusaConfig
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__(config)
+        E, V = config.target.hidden_size, config.target.vocab_size
+        self.heads = nn.ModuleList(
+            nn.Sequential(*(ResidualBlock(E) for _ in range(config.num_blocks))) for _ in range(config.num_heads)
+        )
+        self.outputs = nn.ModuleList(
+            nn.Linear(E, V, bias=False) for _ in range(config.num_heads if config.has_output_layer else 0)
+        )
+
+    def initialise(self, model: Any) -> None:
+        """Private output layers start as the target's LM head, so that every head starts by repeating it."""
+        weight = model.get_output_embeddings().weight.detach()
+        for output in self.outputs:
+            output.get_parameter("weight").data.copy_(weight)
+
+    def hidden(self, features: torch.Tensor) -> torch.Tensor:
+        """What each head hands to its output layer: [..., M, E] from [..., E]."""
+        return torch.stack([head(features) for head in self.heads], dim=-2)
+
+    def forward(self, features: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
+        """Logits [..., M, V] of the tokens 2 … M + 1 positions on, from the feature [..., E] at each position."""
+        hidden = self.hidden(features)
+        if not self.outputs:
+            return lm_head(hidden)
+        return torch.stack([output(hidden[..., i, :]) for i, output in enumerate(self.outputs)], dim=-2)

@@ -1,0 +1,90 @@
+"""Medusa: heads on the target's last hidden state draft all depths at once (https://arxiv.org/abs/2401.10774).
+
+Of every row the drafter keeps one feature, the last committed token's: with the root at position T it is that of T - 1,
+whose head i predicts token T + 1 + i, the draft of depth i + 1. The heads' distributions do not depend on the path, so the
+tree is the best-first product of their most likely tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from selfspec.drafters.base import Drafter
+from selfspec.heads.medusa import MedusaHead
+from selfspec.packing import can_pack, pack_linear_layers
+from selfspec.target import FINAL, Target
+from selfspec.tree import CandidateTree, TreeGrower, chain
+
+if TYPE_CHECKING:
+    from selfspec.accept import Acceptance
+    from selfspec.sequence import Batch, Sequence
+
+
+class MedusaDrafter(Drafter):
+    """Drafts with trained Medusa heads.
+
+    Args:
+        num_nodes: most nodes of the tree, root included.
+        num_choices: tokens of each head that are considered.
+    """
+
+    features = (FINAL,)
+
+    def __init__(
+        self,
+        target: Target,
+        head: MedusaHead,
+        *,
+        num_draft_tokens: int | None = None,
+        num_nodes: int = 16,
+        num_choices: int = 8,
+        name: str = "medusa",
+    ) -> None:
+        self.name = name
+        self.head = head.to(target.device, target.dtype)
+        self.lm_head = target.model.get_output_embeddings()
+        if target.device.type == "cpu" and can_pack():
+            pack_linear_layers(self.head)
+        self.num_draft_tokens = min(num_draft_tokens or head.config.num_heads, head.config.num_heads)
+        self.num_nodes = num_nodes
+        self.num_choices = num_choices
+        self._hidden_size = head.config.target.hidden_size
+        # The feature [E] of every row's last committed token; a prompt of one token has none yet.
+        self._last: dict[Sequence, torch.Tensor | None] = {}
+
+    def admit(self, sequence: Sequence, features: Mapping[int, torch.Tensor]) -> None:
+        hidden = features[FINAL][0]
+        self._last[sequence] = hidden[-1] if len(hidden) else None
+
+    def retire(self, sequence: Sequence) -> None:
+        self._last.pop(sequence, None)
+
+    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+        if num_draft_tokens == 0:
+            return chain(batch.roots)
+        rows = [self._last[sequence] for sequence in batch.sequences]
+        blank = torch.zeros(self._hidden_size, dtype=self.lm_head.weight.dtype, device=batch.device)
+        hidden = torch.stack([blank if row is None else row for row in rows])  # [B, E]
+        log_probs = self.head(hidden, self.lm_head)[:, :num_draft_tokens].float().log_softmax(-1)  # [B, K, V]
+        best = log_probs.topk(self.num_choices, dim=-1)
+        grower = TreeGrower(batch.roots, width=self.num_nodes)
+        beam = 1
+        for depth in range(best.values.shape[1]):
+            shape = (len(batch), beam, self.num_choices)
+            tokens, _ = grower.expand(best.indices[:, depth, None].expand(shape), best.values[:, depth, None].expand(shape))
+            beam = tokens.shape[1]
+        is_active = torch.tensor([row is not None for row in rows]).to(batch.device)
+        return grower.tree(self.num_nodes, is_active)
+
+    def commit(
+        self, batch: Batch, tree: CandidateTree, acceptance: Acceptance, features: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Keep the feature of the last accepted node: the token before the new root."""
+        last = acceptance.path.gather(1, acceptance.num_accepted[:, None])[:, 0]
+        hidden = features[FINAL]
+        hidden = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[-1]))[:, 0]
+        for sequence, row in zip(batch.sequences, hidden, strict=True):
+            self._last[sequence] = row
