@@ -109,9 +109,9 @@ class HeadConfig:
     target: TargetIdentity
 
     def to_dict(self) -> dict[str, Any]:
-        from selfspec import __version__
+        import selfspec
 
-        return {"head_type": self.head_type, "selfspec_version": __version__, **asdict(self)}
+        return {"head_type": self.head_type, "selfspec_version": selfspec.__version__, **asdict(self)}
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Self:

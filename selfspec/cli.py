@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from selfspec.config import SamplingParams
+from selfspec.data_cli import app as data_app
 from selfspec.fetch import default_target_path
 from selfspec.fetch import fetch as fetch_default_target
-from selfspec.options import DraftOptions, TargetOptions, command
+from selfspec.options import DraftOptions, TargetOptions, command, quiet_libraries
 from selfspec.prompts import OutputWriter, PromptRow, read_prompts
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from selfspec.target import Target
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(data_app, name="data")
 
 DEMO_PROMPTS = Path(__file__).parent / "data" / "demo_prompts.jsonl"
 
@@ -229,26 +231,16 @@ def doctor() -> None:
 
 
 def _load(options: TargetOptions) -> "Target":
-    _quiet_libraries()
+    quiet_libraries()
     return options.load()
 
 
 def _fetch(directory: Path | None, gguf: Path | None) -> Path:
     from selfspec import display
 
-    _quiet_libraries()
+    quiet_libraries()
     with display.stage(f"looking into {directory or default_target_path()}") as report:
         return fetch_default_target(directory, gguf_file=gguf, report=report)
-
-
-def _quiet_libraries() -> None:
-    """Their bars and advice would tear our own output."""
-    from huggingface_hub.utils import logging as hub_logging
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    hub_logging.set_verbosity_error()
 
 
 def _compare(

@@ -44,12 +44,18 @@ def resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig, device: to
 
 
 def load_model(
-    source: str | Path, *, dtype: str | torch.dtype, device: str | torch.device, revision: str | None = None
+    source: str | Path,
+    *,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    revision: str | None = None,
+    use_packing: bool = True,
 ) -> tuple[PreTrainedModel, Any]:
     """Load, check, freeze and place a causal language model.
 
     Args:
         dtype: a torch dtype or its name, `auto`, or `int8` (weight-only, through torchao).
+        use_packing: on CPU, store linear layers for decoding (see `selfspec.packing`); they then have no gradients.
 
     Returns:
         The model in evaluation mode, without gradients, and its tokenizer.
@@ -79,7 +85,7 @@ def load_model(
     model = model.to(resolved_device).eval().requires_grad_(False)
     if use_int8:
         _quantize_int8(model)
-    elif resolved_device.type == "cpu" and can_pack():
+    elif use_packing and resolved_device.type == "cpu" and can_pack():
         logger.debug("packed %d linear layers for CPU decoding", pack_linear_layers(model))
     return model, tokenizer
 

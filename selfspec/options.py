@@ -124,3 +124,13 @@ def _field_options(group: type) -> list[inspect.Parameter]:
         option = typer.Option(flag, help=setting.metadata["help"])
         options.append(_option(setting.name, Annotated[hint, option], default))
     return options
+
+
+def quiet_libraries() -> None:
+    """Their bars and advice would tear our own output."""
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()

@@ -94,9 +94,10 @@ class Target:
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         revision: str | None = None,
+        use_packing: bool = True,
     ) -> Target:
-        """Load a target from a folder or the Hub; see `selfspec.loading.load_model` for `dtype` and the errors."""
-        model, tokenizer = load_model(source, dtype=dtype, device=device, revision=revision)
+        """Load a target from a folder or the Hub; see `selfspec.loading.load_model` for the arguments and errors."""
+        model, tokenizer = load_model(source, dtype=dtype, device=device, revision=revision, use_packing=use_packing)
         return cls(model, tokenizer, name=str(source))
 
     @property

@@ -68,7 +68,7 @@ def draft_dir(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("batch_size", [1, 7])
-@pytest.mark.parametrize("spec", ["none", "ngram", "truncated:6", "draft_model"])
+@pytest.mark.parametrize("spec", ["none", "ngram", "truncated:6", "draft_model", "medusa", "eagle"])
 def test_greedy_equals_transformers_generate(
     spec: str,
     batch_size: int,
@@ -87,6 +87,6 @@ def test_greedy_equals_transformers_generate(
     )
     assert len(prompts) >= 24
     assert [c.token_ids for c in got] == expected
-    if spec == "ngram":
-        passes = sum(c.num_target_passes for c in got)
-        assert passes < 0.85 * sum(len(c.token_ids) for c in got), "the drafts of real prompts were not accepted"
+    # What the drafts of real prompts must save of the passes, at the least.
+    most_passes = {"ngram": 0.85, "medusa": 0.7, "eagle": 0.5}.get(spec, 1.0)
+    assert sum(c.num_target_passes for c in got) <= most_passes * sum(len(c.token_ids) for c in got)

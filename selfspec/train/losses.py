@@ -7,6 +7,8 @@ All losses are means over the (row, depth) pairs they cover; zero, with gradient
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -47,12 +49,13 @@ def medusa_loss(
         The loss and each depth's top-1 accuracy.
     """
     total = features.new_zeros((), dtype=torch.float32)
+    lm_head_dtype = lm_head.weight.dtype
     metrics = {}
     for i, block in enumerate(head.heads):
         mask = future_mask(loss_mask, position_ids, 2 + i)
         rows = mask.nonzero(as_tuple=True)
         hidden = block(features[rows])
-        logits = head.outputs[i](hidden) if len(head.outputs) else lm_head(hidden)
+        logits = head.outputs[i](hidden) if len(head.outputs) else lm_head(hidden.to(lm_head_dtype))
         labels = input_ids[rows[0], rows[1] + 2 + i]
         total = total + decay**i * _mean_cross_entropy(logits, labels)
         metrics[f"accuracy_{i + 1}"] = _accuracy(logits, labels)
@@ -64,7 +67,7 @@ def eagle_loss(
     features: list[torch.Tensor],
     final: torch.Tensor,
     lm_head: nn.Module,
-    embed: nn.Module,
+    embed: Callable[[torch.Tensor], torch.Tensor],
     input_ids: torch.Tensor,
     loss_mask: torch.Tensor,
     position_ids: torch.Tensor,

@@ -37,16 +37,19 @@ class HeadTraining(nn.Module):
         names = (*self.head.features, FINAL)
         states = target.hidden_states(input_ids, position_ids, tuple(dict.fromkeys(names)))
         lm_head = target.model.get_output_embeddings()
+        embed = target.model.get_input_embeddings()
+        # The head trains in float32 (or under autocast), whatever the target's dtype.
+        inputs = [states[name].float() for name in self.head.features]
         if isinstance(self.head, MedusaHead):
-            loss, metrics = medusa_loss(self.head, states[FINAL], lm_head, input_ids, loss_mask, position_ids, self.decay)
+            loss, metrics = medusa_loss(self.head, inputs[0], lm_head, input_ids, loss_mask, position_ids, self.decay)
         else:
             assert isinstance(self.head, EagleHead)
             loss, metrics = eagle_loss(
                 self.head,
-                [states[name] for name in self.head.features],
+                inputs,
                 states[FINAL],
                 lm_head,
-                target.model.get_input_embeddings(),
+                lambda tokens: embed(tokens).float(),
                 input_ids,
                 loss_mask,
                 position_ids,

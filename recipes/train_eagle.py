@@ -1,0 +1,75 @@
+"""Train an EAGLE-3 head for a frozen target.
+
+    accelerate launch recipes/train_eagle.py recipes/configs/eagle_smollm2.yaml
+
+or with every setting as a flag: `--target PATH_OR_ID --train_file train.jsonl --output_dir runs/eagle`, then any of
+transformers' training arguments. Run again with the same output folder, it goes on from the last checkpoint. The head lands
+in OUTPUT_DIR/head: `selfspec generate --drafter eagle:OUTPUT_DIR/head`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass, field
+
+import torch
+from transformers import HfArgumentParser, TrainingArguments
+
+from selfspec.drafters import EagleDrafter
+from selfspec.heads.eagle import EagleConfig, EagleHead
+from selfspec.hub import identity
+from selfspec.train.trainer import DataArgs, frequent_tokens, load_rows, load_target, parse, run
+
+
+@dataclass
+class EagleArgs:
+    """The head's shape, and how it is trained."""
+
+    feature_layers: list[int] | None = field(
+        default=None, metadata={"help": "hidden states to fuse; 2, n // 2 and n - 3 by default"}
+    )
+    draft_vocab_size: int = field(default=8192, metadata={"help": "most frequent answer tokens that it can draft"})
+    num_steps: int = field(default=6, metadata={"help": "unrolled steps, the depth it learns to draft"})
+    decay: float = field(default=0.9, metadata={"help": "weight of each step relative to the one before"})
+
+
+def main(arguments: list[str] | None = None) -> dict[str, float]:
+    parser = HfArgumentParser((DataArgs, EagleArgs, TrainingArguments))
+    data, shape, args = parse(parser, sys.argv[1:] if arguments is None else arguments)
+
+    target = load_target(data, args)
+    rows, eval_prompts = load_rows(data, target)
+    config = target.config
+    torch.manual_seed(data.init_seed)
+    size = min(shape.draft_vocab_size, target.vocab_size)
+    head = EagleHead(
+        EagleConfig(
+            target=identity(target),
+            feature_layers=tuple(shape.feature_layers or EagleConfig.default_feature_layers(target.num_layers)),
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.hidden_size // config.num_attention_heads,
+            draft_vocab_size=size,
+            rope_theta=100000.0,
+            rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
+        )
+    )
+    head.initialise(target.model, frequent_tokens(rows, size, target.vocab_size))
+    head.to(target.device)
+    return run(
+        head,
+        target,
+        rows,
+        args,
+        num_steps=shape.num_steps,
+        decay=shape.decay,
+        make_drafter=lambda twin: EagleDrafter(target, twin, num_draft_tokens=shape.num_steps, num_nodes=24, width=6),
+        eval_prompts=eval_prompts,
+        num_eval_tokens=data.num_eval_tokens,
+        settings={"data": asdict(data), "head": asdict(shape)},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Train Medusa heads for a frozen target.
+
+    accelerate launch recipes/train_medusa.py recipes/configs/medusa_smollm2.yaml
+
+or with every setting as a flag: `--target PATH_OR_ID --train_file train.jsonl --output_dir runs/medusa`, then any of
+transformers' training arguments. Run again with the same output folder, it goes on from the last checkpoint. The head lands
+in OUTPUT_DIR/head: `selfspec generate --drafter medusa:OUTPUT_DIR/head`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass, field
+
+import torch
+from transformers import HfArgumentParser, TrainingArguments
+
+from selfspec.drafters import MedusaDrafter
+from selfspec.heads.medusa import MedusaConfig, MedusaHead
+from selfspec.hub import identity
+from selfspec.train.trainer import DataArgs, load_rows, load_target, parse, run
+
+
+@dataclass
+class MedusaArgs:
+    """The heads' shape, and how they are trained."""
+
+    num_heads: int = field(default=4, metadata={"help": "heads, the depth they draft"})
+    num_blocks: int = field(default=1, metadata={"help": "residual blocks of each head"})
+    has_output_layer: bool = field(default=False, metadata={"help": "private output layers, not the target's LM head"})
+    decay: float = field(default=0.8, metadata={"help": "weight of each head's loss relative to the one before"})
+
+
+def main(arguments: list[str] | None = None) -> dict[str, float]:
+    parser = HfArgumentParser((DataArgs, MedusaArgs, TrainingArguments))
+    data, shape, args = parse(parser, sys.argv[1:] if arguments is None else arguments)
+
+    target = load_target(data, args)
+    rows, eval_prompts = load_rows(data, target)
+    torch.manual_seed(data.init_seed)
+    head = MedusaHead(
+        MedusaConfig(
+            target=identity(target),
+            num_heads=shape.num_heads,
+            num_blocks=shape.num_blocks,
+            has_output_layer=shape.has_output_layer,
+        )
+    )
+    head.initialise(target.model)
+    head.to(target.device)
+    return run(
+        head,
+        target,
+        rows,
+        args,
+        num_steps=shape.num_heads,
+        decay=shape.decay,
+        make_drafter=lambda twin: MedusaDrafter(target, twin, num_nodes=24),
+        eval_prompts=eval_prompts,
+        num_eval_tokens=data.num_eval_tokens,
+        settings={"data": asdict(data), "head": asdict(shape)},
+    )
+
+
+if __name__ == "__main__":
+    main()

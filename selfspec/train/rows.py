@@ -1,0 +1,104 @@
+"""Samples packed into rows of one length, without attention from one conversation to another.
+
+Positions restart at 0 with every conversation and with the padding at a row's end: transformers builds its attention mask
+from them. Every sample lies in one row; one longer than a row keeps its head.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import Dataset
+
+from selfspec.train.masking import Sample
+
+
+@dataclass(frozen=True)
+class PackedRows(Dataset[dict[str, torch.Tensor]]):
+    """Rows to train on.
+
+    Attributes:
+        input_ids, position_ids: int64 [R, L].
+        loss_mask: bool [R, L], true where the token is one to train on.
+        num_tokens: tokens of conversations, padding not counted.
+        num_lost_tokens: tokens of conversations that were cut off at the end of a row, or left out because what fitted had
+            nothing to train on.
+    """
+
+    input_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+    num_tokens: int
+    num_lost_tokens: int
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {
+            "input_ids": self.input_ids[index],
+            "loss_mask": self.loss_mask[index],
+            "position_ids": self.position_ids[index],
+        }
+
+    @property
+    def fill_rate(self) -> float:
+        """The share of the rows that is not padding."""
+        return self.num_tokens / max(1, self.input_ids.numel())
+
+
+def pack(samples: Sequence[Sample], length: int, *, pad_id: int = 0, seed: int = 0) -> PackedRows:
+    """Best fit, longest first; the order of the rows is drawn from `seed`."""
+    if length < 1:
+        raise ValueError(f"length={length} is not allowed: use at least 1 token")
+    fitting = [sample for sample in samples if any(sample.loss_mask[:length])]
+    bins = _best_fit([min(len(sample.input_ids), length) for sample in fitting], length)
+    random.Random(seed).shuffle(bins)
+
+    R, L = len(bins), length
+    input_ids = torch.full((R, L), pad_id, dtype=torch.int64)
+    loss_mask = torch.zeros(R, L, dtype=torch.bool)
+    position_ids = torch.zeros(R, L, dtype=torch.int64)
+    num_tokens = 0
+    for row, members in enumerate(bins):
+        start = 0
+        for sample in (fitting[member] for member in members):
+            end = min(start + len(sample.input_ids), L)
+            input_ids[row, start:end] = torch.tensor(sample.input_ids[: end - start])
+            loss_mask[row, start:end] = torch.tensor(sample.loss_mask[: end - start])
+            position_ids[row, start:end] = torch.arange(end - start)
+            start = end
+        position_ids[row, start:] = torch.arange(L - start)
+        num_tokens += start
+    num_given = sum(len(sample.input_ids) for sample in samples)
+    return PackedRows(input_ids, loss_mask, position_ids, num_tokens, num_given - num_tokens)
+
+
+def _best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices of the sizes that share a bin: each goes, longest first, where it leaves the least room."""
+    bins: list[list[int]] = []
+    bins_with_room: dict[int, list[int]] = defaultdict(list)
+    # The keys of `bins_with_room` that have a bin, in order.
+    rooms: list[int] = []
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        size = sizes[index]
+        place = bisect_left(rooms, size)
+        if place == len(rooms):
+            bins.append([])
+            chosen, room = len(bins) - 1, capacity
+        else:
+            room = rooms[place]
+            chosen = bins_with_room[room].pop()
+            if not bins_with_room[room]:
+                rooms.pop(place)
+        bins[chosen].append(index)
+        if left := room - size:
+            if not bins_with_room[left]:
+                insort(rooms, left)
+            bins_with_room[left].append(chosen)
+    return bins
