@@ -1,4 +1,4 @@
-"""The recipes as a user runs them: a few steps on a tiny target, a head that serving loads, and a clear no where there is none."""
+"""The recipes as a user runs them: a few steps on a tiny target, and a head that serving loads."""
 
 from __future__ import annotations
 
