@@ -150,7 +150,9 @@ def compare(
 def demo(
     *,
     target: TargetOptions,
-    drafters: DraftersOption = "none,ngram",
+    drafters: Annotated[
+        str | None, typer.Option("--drafters", help="with commas; none,ngram and, for the default target, its shipped head")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="most tokens for each answer", min=1)] = 64,
 ) -> None:
     """Fetch the default target if needed, answer a dozen packaged prompts with and without drafting, and compare."""
@@ -160,6 +162,8 @@ def demo(
     from selfspec import display
 
     rows = read_prompts(DEMO_PROMPTS)
+    if drafters is None:
+        drafters = "none,ngram" if target.target else "none,ngram,eagle"
     modes = _compare(rows, target, drafters, DraftOptions(), SamplingParams(max_new_tokens=max_new_tokens))
     for row, answer in list(zip(rows, modes[-1].answers, strict=True))[:: len(rows) // 3]:
         display.show_answer(row, answer)
