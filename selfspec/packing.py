@@ -49,11 +49,12 @@ def can_pack() -> bool:
 
 
 def pack_linear_layers(model: nn.Module) -> int:
-    """Replace every plain `nn.Linear` of `model` by a packed one, in place; returns how many were replaced."""
+    """Replace every plain float32 `nn.Linear` of `model` by a packed one, in place; returns how many were replaced."""
     num_packed = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and child.weight.device.type == "cpu":
+            # oneDNN packs low precision on some processors only; float32 on all.
+            if type(child) is nn.Linear and child.weight.device.type == "cpu" and child.weight.dtype == torch.float32:
                 setattr(module, name, PackedLinear(child))
                 num_packed += 1
     return num_packed

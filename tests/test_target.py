@@ -145,6 +145,13 @@ def test_packed_layers_keep_weights_bit_for_bit_and_logits_to_rounding(family: s
     assert torch.equal(model.lm_head.weight, weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_stays_unpacked_and_works_on_cpu(dtype: torch.dtype) -> None:
+    model = tiny_model("llama").to(dtype)
+    assert pack_linear_layers(model) == 0
+    assert Target(model).dtype == dtype
+
+
 def test_a_model_that_ignores_the_interface_is_refused() -> None:
     """The check at load is of behaviour: an attention that skips the registered function is noticed."""
     model = tiny_model("llama")
