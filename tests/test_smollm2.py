@@ -87,6 +87,6 @@ def test_greedy_equals_transformers_generate(
     )
     assert len(prompts) >= 24
     assert [c.token_ids for c in got] == expected
-    # What the drafts of real prompts must save of the passes, at the least.
-    most_passes = {"ngram": 0.85, "medusa": 0.7, "eagle": 0.5}.get(spec, 1.0)
+    # What drafts save of one prompt's passes, at the least; in a batch the cost guard may draft less, or nothing.
+    most_passes = {"ngram": 0.85, "medusa": 0.7, "eagle": 0.5}.get(spec, 1.0) if batch_size == 1 else 1.0
     assert sum(c.num_target_passes for c in got) <= most_passes * sum(len(c.token_ids) for c in got)
