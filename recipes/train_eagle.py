@@ -48,10 +48,10 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
             feature_layers=tuple(shape.feature_layers or EagleConfig.default_feature_layers(target.num_layers)),
             intermediate_size=config.intermediate_size,
             num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
             head_dim=config.hidden_size // config.num_attention_heads,
             draft_vocab_size=size,
-            rope_theta=100000.0,
+            rope_theta=(getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0),
             rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
         )
     )

@@ -14,6 +14,7 @@ import torch
 
 from selfspec.accept import Acceptance
 from selfspec.kernels.kv_compaction import kv_compaction
+from selfspec.kernels.reference import slots_of
 from selfspec.kernels.tree_attention import TreeLayout
 from selfspec.tree import CandidateTree
 
@@ -156,7 +157,7 @@ class KVCache:
         return layout, self._slots(tables, lengths[:, None] + torch.arange(first, N, device=self.device)).flatten()
 
     def _slots(self, tables: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        return tables.gather(1, index // self.block_size) * self.block_size + index % self.block_size
+        return slots_of(tables, index, self.block_size)
 
     def _row_slots(self, row: CacheRow, num_keys: int) -> slice | torch.Tensor:
         if row.is_contiguous:

@@ -115,7 +115,7 @@ class HeadTrainer(Trainer):
 
 
 class AcceptanceCallback(TrainerCallback):
-    """Decodes held-out prompts with the head as it is, whenever the Trainer evaluates or ends."""
+    """Decodes held-out prompts with the head as it is, every `eval_steps` steps."""
 
     def __init__(self, evaluate: Callable[[], dict[str, float]]) -> None:
         self.evaluate = evaluate
