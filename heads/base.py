@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import abstractmethod
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -20,6 +20,9 @@ from torch import nn
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
+
+# The scale of an int8 matrix is stored under the matrix's name with this behind it.
+SCALE_SUFFIX = ".scale"
 
 # A fingerprint is this many evenly spaced values of a weight, compared with room for another dtype or int8 storage.
 FINGERPRINT_SIZE = 32
@@ -120,7 +123,9 @@ class HeadConfig:
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(record) - known):
             raise ValueError(f"{CONFIG_NAME} has unknown keys for a {cls.head_type} head: {', '.join(unknown)}")
-        if missing := sorted(known - set(record)):
+        # A field that came later has a default that means what was before it.
+        needed = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
+        if missing := sorted(needed - set(record)):
             raise ValueError(f"{CONFIG_NAME} lacks keys of a {cls.head_type} head: {', '.join(missing)}")
         target: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.pop("target").items()}
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
@@ -150,14 +155,32 @@ class DraftHead(nn.Module):
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What is saved: all of its own, and nothing of the target's."""
+        return self.state_dict()
+
+    def load_weights(self, state: dict[str, torch.Tensor]) -> None:
+        """Take over saved weights, strictly."""
+        self.load_state_dict(state, strict=True)
+
     def save_pretrained(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        """Write `config.json` and `model.safetensors`; `dtype` converts the floating-point weights."""
+        """Write `config.json` and `model.safetensors`.
+
+        Args:
+            dtype: of the stored floating-point weights; `torch.int8` stores matrices in 8 bits with a scale per output
+                channel, and the rest in bfloat16.
+        """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        state = {
-            name: (value.to(dtype) if dtype is not None and value.is_floating_point() else value).contiguous().cpu()
-            for name, value in self.state_dict().items()
-        }
+        state: dict[str, torch.Tensor] = {}
+        for name, value in self.weights().items():
+            value = value.detach().cpu().contiguous()
+            if dtype == torch.int8 and value.is_floating_point() and value.ndim == 2:
+                state[name], state[name + SCALE_SUFFIX] = quantize(value)
+            elif dtype is not None and value.is_floating_point():
+                state[name] = value.to(torch.bfloat16 if dtype == torch.int8 else dtype)
+            else:
+                state[name] = value
         # The weights first and under another name: a folder with a config is a whole head.
         partial = directory / (WEIGHTS_NAME + ".partial")
         save_file(state, partial, metadata={"format": "pt"})
@@ -178,21 +201,50 @@ class DraftHead(nn.Module):
         try:
             head = cls(cls.config_class.from_dict(record))
             state = load_file(directory / WEIGHTS_NAME)
-            head.load_state_dict(state, strict=True)
+            stored = torch.bfloat16 if any(name.endswith(SCALE_SUFFIX) for name in state) else None
+            state = dequantize(state)
+            head.load_weights(state)
         except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:
             raise ValueError(f"{source}: {' '.join(str(error).split())}") from error
         for name, value in state.items():
             if value.is_floating_point() and not bool(value.isfinite().all()):
                 raise ValueError(f"{source}: {name} holds values that are not finite: the head is damaged")
-        stored = next(value.dtype for value in state.values() if value.is_floating_point())
+        stored = stored or next(value.dtype for value in state.values() if value.is_floating_point())
         return head.to(dtype=dtype or stored).eval().requires_grad_(False)
 
     def push_to_hub(self, repo_id: str, *, directory: str | Path, token: str | None = None, private: bool = False) -> str:
-        """Upload a saved head's folder (weights, config, card) as a model repository; returns its address."""
+        """Upload a saved head's folder (weights, config, card) as a model repository; returns its address.
+
+        Raises:
+            ValueError: the Hub cannot be reached or does not let us write there; the folder stays as it is.
+        """
         api = HfApi(token=token)
-        url = api.create_repo(repo_id, private=private, exist_ok=True)
-        api.upload_folder(repo_id=repo_id, folder_path=str(directory))
+        try:
+            url = api.create_repo(repo_id, private=private, exist_ok=True)
+            api.upload_folder(repo_id=url.repo_id, folder_path=str(directory))
+        except Exception as error:
+            first = str(error).strip().splitlines()
+            raise ValueError(
+                f"{repo_id} could not be uploaded to the Hugging Face Hub ({first[0] if first else type(error).__name__}): "
+                f"check your token, its write access and your network; the head is in {directory}"
+            ) from error
         return str(url)
+
+
+def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix [out, in] as int8 [out, in] and a float32 scale [out, 1]: weight is about int8 times scale."""
+    scale = weight.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+    return (weight.float() / scale).round().to(torch.int8), scale
+
+
+def dequantize(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Stored weights with every int8 matrix multiplied by its scale again, in float32."""
+    scales = {name: value for name, value in state.items() if name.endswith(SCALE_SUFFIX)}
+    return {
+        name: value.float() * scales[name + SCALE_SUFFIX] if name + SCALE_SUFFIX in scales else value
+        for name, value in state.items()
+        if name not in scales
+    }
 
 
 def find_head(source: str | Path, revision: str | None = None) -> Path:

@@ -1,8 +1,8 @@
-"""EAGLE-3: one decoder layer that continues the target's hidden states (https://arxiv.org/abs/2503.01840).
+"""EAGLE: one decoder layer that continues the target's hidden states.
 
-Entry j of the head's sequence pairs the target's fused feature of token j with the embedding of token j + 1 and predicts
-token j + 2; its output stands in for the feature of token j + 1, which the target has not computed yet, when the head drafts
-on.
+EAGLE-3 (https://arxiv.org/abs/2503.01840), `EagleHead`. Entry j of the head's sequence pairs the target's fused feature of
+token j with the embedding of token j + 1 and predicts token j + 2; its output stands in for the feature of token j + 1,
+which the target has not computed yet, when the head drafts on.
 
     fused_j = fc([fc_norm_0(low_j); fc_norm_1(middle_j); fc_norm_2(high_j)])
     x_j     = [input_layernorm(embed(token_{j+1})); hidden_norm(hidden_j)]        hidden_j = fused_j, or the last output
@@ -10,7 +10,16 @@ on.
     logits  = lm_head(norm(out_j))         over a draft vocabulary; target id = i + d2t[i]
 
 The per-layer norms before `fc` and the normed output fed back (`has_fc_norm`, `feeds_normed`) are EAGLE-3.1's
-(https://arxiv.org/abs/2605.09992). Parameter names are those of the public checkpoints.
+(https://arxiv.org/abs/2605.09992).
+
+EAGLE-1 (https://arxiv.org/abs/2401.15077), `Eagle1Head`. Entry j pairs the target's last hidden state (after the final
+norm) of token j with the embedding of token j + 1, and its output is an estimate of the last hidden state of token j + 1,
+which the target's own LM head turns into logits:
+
+    x_j = fc([embed(token_{j+1}); hidden_j])        hidden_j = the target's, or the last output
+    h_j = x_j + attention(x_j);   out_j = h_j + mlp(post_attention_layernorm(h_j))
+
+The first layer has no input norm, nor is there a final one. Parameter names are those of the public checkpoints.
 """
 
 from __future__ import annotations
@@ -30,7 +39,36 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleConfig(HeadConfig):
+class Eagle1Config(HeadConfig):
+    """The shape of the decoder layer, which need not be the target's."""
+
+    head_type: ClassVar[str] = "eagle1"
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+
+    @staticmethod
+    def layer_shape(config: Any) -> dict[str, Any]:
+        """These fields from a transformers text config: the shape of the target's own layers."""
+        return {
+            "intermediate_size": config.intermediate_size,
+            "num_heads": config.num_attention_heads,
+            "num_kv_heads": getattr(config, "num_key_value_heads", config.num_attention_heads),
+            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            "rope_theta": (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0),
+            "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-5),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(Eagle1Config):
     """Args:
     feature_layers: which hidden states are fused, in transformers' numbering (k: entering layer k).
     draft_vocab_size: tokens it can draft; the target's vocabulary size for all.
@@ -40,25 +78,18 @@ class EagleConfig(HeadConfig):
 
     head_type: ClassVar[str] = "eagle"
     feature_layers: tuple[int, ...]
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     draft_vocab_size: int
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-5
     has_fc_norm: bool = True
     feeds_normed: bool = True
     norm_before_residual: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         L = self.target.num_layers
         if not self.feature_layers or len(set(self.feature_layers)) < len(self.feature_layers):
             raise ValueError(f"feature_layers={self.feature_layers} must name at least one layer, none twice")
         if not all(0 <= k <= L for k in self.feature_layers):
             raise ValueError(f"feature_layers={self.feature_layers}: {self.target.name} has hidden states 0 to {L}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if not 1 <= self.draft_vocab_size <= self.target.vocab_size:
             raise ValueError(f"draft_vocab_size={self.draft_vocab_size}: use 1 to {self.target.vocab_size}")
 
@@ -70,15 +101,15 @@ class EagleConfig(HeadConfig):
 
 
 class EagleAttention(nn.Module):
-    """Rotary attention over [embedding; hidden]: twice the hidden size in, once out."""
+    """Rotary attention: `input_size` in, the hidden size out."""
 
-    def __init__(self, config: EagleConfig) -> None:
+    def __init__(self, config: Eagle1Config, input_size: int) -> None:
         super().__init__()
         E, H, G, D = config.target.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         self.num_heads, self.num_kv_heads, self.head_dim = H, G, D
-        self.q_proj = nn.Linear(2 * E, H * D, bias=False)
-        self.k_proj = nn.Linear(2 * E, G * D, bias=False)
-        self.v_proj = nn.Linear(2 * E, G * D, bias=False)
+        self.q_proj = nn.Linear(input_size, H * D, bias=False)
+        self.k_proj = nn.Linear(input_size, G * D, bias=False)
+        self.v_proj = nn.Linear(input_size, G * D, bias=False)
         self.o_proj = nn.Linear(H * D, E, bias=False)
         exponents = torch.arange(0, D, 2, dtype=torch.float32) / D
         self.inv_freq: torch.Tensor
@@ -104,7 +135,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 class EagleMLP(nn.Module):
     """The gated MLP of Llama."""
 
-    def __init__(self, config: EagleConfig) -> None:
+    def __init__(self, config: Eagle1Config) -> None:
         super().__init__()
         E, F_ = config.target.hidden_size, config.intermediate_size
         self.gate_proj = nn.Linear(E, F_, bias=False)
@@ -116,13 +147,13 @@ class EagleMLP(nn.Module):
 
 
 class EagleLayer(nn.Module):
-    """The decoder layer."""
+    """EAGLE-3's decoder layer: attention over [embedding; hidden], twice the hidden size."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         E, eps = config.target.hidden_size, config.rms_norm_eps
         self.norm_before_residual = config.norm_before_residual
-        self.self_attn = EagleAttention(config)
+        self.self_attn = EagleAttention(config, 2 * E)
         self.mlp = EagleMLP(config)
         self.input_layernorm = nn.RMSNorm(E, eps)
         self.hidden_norm = nn.RMSNorm(E, eps)
@@ -133,6 +164,21 @@ class EagleLayer(nn.Module):
         residual = normed if self.norm_before_residual else hidden
         x = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
         hidden = residual + self.self_attn(x, positions, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle1Layer(nn.Module):
+    """EAGLE-1's decoder layer: no input norm."""
+
+    def __init__(self, config: Eagle1Config) -> None:
+        super().__init__()
+        E = config.target.hidden_size
+        self.self_attn = EagleAttention(config, E)
+        self.mlp = EagleMLP(config)
+        self.post_attention_layernorm = nn.RMSNorm(E, config.rms_norm_eps)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        hidden = x + self.self_attn(x, positions, attend)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -177,6 +223,10 @@ class EagleHead(DraftHead):
         """[draft_vocab_size] the target id of every draft id."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
+    def output_layer(self, lm_head: nn.Module) -> nn.Module:
+        """What turns `normed` into logits over the draft vocabulary: its own LM head."""
+        return self.lm_head
+
     def fuse(self, features: list[torch.Tensor]) -> torch.Tensor:
         """[B, N, E] from the feature layers' hidden states, each [B, N, E]."""
         if self.fc_norm:
@@ -194,8 +244,47 @@ class EagleHead(DraftHead):
             positions: [B, N].
 
         Returns:
-            `normed` for `lm_head` and `fed` for the next pass, both [B, N, E].
+            `normed` for the output layer and `fed` for the next pass, both [B, N, E].
         """
         out = self.midlayer(hidden, embedded, positions, attend)
         normed = self.norm(out)
         return normed, normed if self.config.feeds_normed else out
+
+
+class Eagle1Head(DraftHead):
+    """EAGLE-1, behind the same calls as `EagleHead`."""
+
+    config_class = Eagle1Config
+    config: Eagle1Config
+    features = (-1,)
+
+    def __init__(self, config: Eagle1Config) -> None:
+        super().__init__(config)
+        E = config.target.hidden_size
+        self.fc = nn.Linear(2 * E, E, bias=False)
+        self.layers = nn.ModuleList([Eagle1Layer(config)])
+
+    def initialise(self, model: Any) -> None:
+        """`fc` starts by passing the feature on: the first draft's logits are then the target's last ones."""
+        E = self.config.target.hidden_size
+        self.fc.weight.data.copy_(torch.cat([torch.zeros(E, E), torch.eye(E)], dim=1))
+
+    @property
+    def draft_ids(self) -> torch.Tensor:
+        """[V] it drafts the whole vocabulary."""
+        return torch.arange(self.config.target.vocab_size, device=self.fc.weight.device)
+
+    def output_layer(self, lm_head: nn.Module) -> nn.Module:
+        """The target's LM head."""
+        return lm_head
+
+    def fuse(self, features: list[torch.Tensor]) -> torch.Tensor:
+        """The one feature it reads, as it is."""
+        return features[0]
+
+    def forward(
+        self, hidden: torch.Tensor, embedded: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `EagleHead.forward`; both results are the estimated feature."""
+        out = self.layers[0](self.fc(torch.cat([embedded, hidden], dim=-1)), positions, attend)
+        return out, out

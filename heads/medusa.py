@@ -3,6 +3,10 @@
 Head i (from 0) at position t predicts token t + 2 + i: the LM head itself predicts t + 1 (https://arxiv.org/abs/2401.10774,
 section 2.1). Each head is L residual blocks x + silu(W x + b), with weights of its own, followed by an output layer: the
 target's LM head, shared and frozen (the default), or a private one.
+
+When the heads draft, token t + 1 is known already: it is the tree's root. With `has_root_input` its embedding is added to
+what every head reads, which the public checkpoints don't do (sequentially dependent heads, https://arxiv.org/abs/2402.05109,
+go further and read every drafted token).
 """
 
 from __future__ import annotations
@@ -23,12 +27,14 @@ class MedusaConfig(HeadConfig):
     num_heads: M, the deepest token it drafts.
     num_blocks: residual blocks of each head.
     has_output_layer: private output layers instead of the target's LM head.
+    has_root_input: the heads read the embedding of the token after the feature's, too.
     """
 
     head_type: ClassVar[str] = "medusa"
     num_heads: int = 4
     num_blocks: int = 1
     has_output_layer: bool = False
+    has_root_input: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_blocks < 1:
@@ -58,6 +64,10 @@ class MedusaHead(DraftHead):
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
         E, V = config.target.hidden_size, config.target.vocab_size
+        self.root_norm = nn.RMSNorm(E) if config.has_root_input else None
+        self.root_proj = nn.Linear(E, E, bias=False) if config.has_root_input else None
+        if self.root_proj is not None:
+            nn.init.zeros_(self.root_proj.weight)
         self.heads = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(E) for _ in range(config.num_blocks))) for _ in range(config.num_heads)
         )
@@ -71,13 +81,19 @@ class MedusaHead(DraftHead):
         for output in self.outputs:
             output.get_parameter("weight").data.copy_(weight)
 
-    def hidden(self, features: torch.Tensor) -> torch.Tensor:
-        """What each head hands to its output layer: [..., M, E] from [..., E]."""
-        return torch.stack([head(features) for head in self.heads], dim=-2)
+    def inputs(self, features: torch.Tensor, root_embeddings: torch.Tensor) -> torch.Tensor:
+        """What the heads read, [..., E]: the feature of token t and, if they want it, the embedding of token t + 1."""
+        if self.root_proj is None or self.root_norm is None:
+            return features
+        return features + self.root_proj(self.root_norm(root_embeddings))
 
-    def forward(self, features: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
-        """Logits [..., M, V] of the tokens 2 … M + 1 positions on, from the feature [..., E] at each position."""
-        hidden = self.hidden(features)
-        if not self.outputs:
-            return lm_head(hidden)
-        return torch.stack([output(hidden[..., i, :]) for i, output in enumerate(self.outputs)], dim=-2)
+    def forward(self, features: torch.Tensor, root_embeddings: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
+        """Logits [..., M, V] of the tokens 2 … M + 1 positions on, from the feature [..., E] at each position.
+
+        Args:
+            root_embeddings: [..., E] the target's embedding of the token after each position's.
+        """
+        inputs = self.inputs(features, root_embeddings)
+        hidden = [head(inputs) for head in self.heads]
+        outputs = self.outputs if self.outputs else [lm_head] * len(hidden)
+        return torch.stack([output(each) for output, each in zip(outputs, hidden, strict=True)], dim=-2)

@@ -85,13 +85,28 @@ def tree_attention_reference(
 def kv_compaction_reference(
     key_cache: torch.Tensor, value_cache: torch.Tensor, source_slots: torch.Tensor, target_slots: torch.Tensor
 ) -> None:
-    """Move rows `source_slots [M]` to `target_slots [M]` in all layers, as if every source were read before any write.
+    """Move slots `source_slots` to `target_slots` in all layers, as if every source were read before any write.
 
     Args:
         key_cache, value_cache: [L, num_slots, G, D] and [L, num_slots, G, Dv]; changed in place.
+        source_slots, target_slots: [P], or [B, P] where no row of B names another row's slot. A move may be named twice.
     """
     key_cache[:, target_slots] = key_cache[:, source_slots]
     value_cache[:, target_slots] = value_cache[:, source_slots]
+
+
+def row_argmax_reference(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index of the first greatest logit of every row, NaN counting as +inf, and whether that logit is finite.
+
+    Args:
+        logits: [..., V].
+
+    Returns:
+        [...] int64 and [...] bool.
+    """
+    ordered = logits.float().nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    best = ordered.argmax(-1)
+    return best, ordered.gather(-1, best[..., None])[..., 0].isfinite()
 
 
 def tree_accept_reference(

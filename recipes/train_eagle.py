@@ -1,4 +1,4 @@
-"""Train an EAGLE-3 head for a frozen target.
+"""Train an EAGLE head for a frozen target: EAGLE-3 with 3.1's norms, or EAGLE-1.
 
     accelerate launch recipes/train_eagle.py recipes/configs/eagle_smollm2.yaml
 
@@ -16,7 +16,7 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from selfspec.drafters import EagleDrafter
-from selfspec.heads.eagle import EagleConfig, EagleHead
+from selfspec.heads.eagle import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
 from selfspec.hub import identity
 from selfspec.train.trainer import DataArgs, frequent_tokens, load_rows, load_target, parse, run
 
@@ -25,6 +25,7 @@ from selfspec.train.trainer import DataArgs, frequent_tokens, load_rows, load_ta
 class EagleArgs:
     """The head's shape, and how it is trained."""
 
+    version: int = field(default=3, metadata={"help": "3, or 1: one feature, the target's LM head, no unrolled steps"})
     feature_layers: list[int] | None = field(
         default=None, metadata={"help": "hidden states to fuse; 2, n // 2 and n - 3 by default"}
     )
@@ -39,23 +40,20 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 
     target = load_target(data, args)
     rows, eval_prompts = load_rows(data, target)
-    config = target.config
     torch.manual_seed(data.init_seed)
-    size = min(shape.draft_vocab_size, target.vocab_size)
-    head = EagleHead(
-        EagleConfig(
-            target=identity(target),
-            feature_layers=tuple(shape.feature_layers or EagleConfig.default_feature_layers(target.num_layers)),
-            intermediate_size=config.intermediate_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
-            head_dim=config.hidden_size // config.num_attention_heads,
-            draft_vocab_size=size,
-            rope_theta=(getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0),
-            rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
-        )
-    )
-    head.initialise(target.model, frequent_tokens(rows, size, target.vocab_size))
+    layer = Eagle1Config.layer_shape(target.config)
+    head: EagleHead | Eagle1Head
+    if shape.version == 1:
+        head = Eagle1Head(Eagle1Config(target=identity(target), **layer))
+        head.initialise(target.model)
+    elif shape.version == 3:
+        features = tuple(shape.feature_layers or EagleConfig.default_feature_layers(target.num_layers))
+        size = min(shape.draft_vocab_size, target.vocab_size)
+        config = EagleConfig(target=identity(target), feature_layers=features, draft_vocab_size=size, **layer)
+        head = EagleHead(config)
+        head.initialise(target.model, frequent_tokens(rows, size, target.vocab_size))
+    else:
+        raise ValueError(f"version={shape.version} is not known: use 3 or 1")
     head.to(target.device)
     return run(
         head,

@@ -28,6 +28,9 @@ class MedusaArgs:
     num_heads: int = field(default=4, metadata={"help": "heads, the depth they draft"})
     num_blocks: int = field(default=1, metadata={"help": "residual blocks of each head"})
     has_output_layer: bool = field(default=False, metadata={"help": "private output layers, not the target's LM head"})
+    has_root_input: bool = field(
+        default=True, metadata={"help": "heads read the embedding of the token they follow, too; public checkpoints don't"}
+    )
     decay: float = field(default=0.8, metadata={"help": "weight of each head's loss relative to the one before"})
 
 
@@ -44,6 +47,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
             num_heads=shape.num_heads,
             num_blocks=shape.num_blocks,
             has_output_layer=shape.has_output_layer,
+            has_root_input=shape.has_root_input,
         )
     )
     head.initialise(target.model)

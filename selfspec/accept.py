@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from selfspec.kernels.row_argmax import row_argmax
 from selfspec.kernels.tree_accept import tree_accept
 from selfspec.sampling import Stream
 
@@ -59,11 +60,13 @@ def accept(tree: CandidateTree, logits: torch.Tensor, sampler: Sampler) -> Accep
 
 def accept_all_nodes(tree: CandidateTree, logits: torch.Tensor, sampler: Sampler) -> Acceptance:
     """`accept_deterministic` where the choice needs neither history nor sorting: choose at every node, then walk."""
-    chosen = sampler.choose_all(logits, tree.depths)  # [B, N]
+    if sampler.is_greedy:
+        chosen, is_valid = row_argmax(logits)  # [B, N] each
+    else:
+        chosen, is_valid = sampler.choose_all(logits, tree.depths), _is_valid(logits)
     path, num_accepted = tree_accept(tree.tokens, tree.parents, chosen, tree.max_depth)
     tokens = torch.where(path >= 0, chosen.gather(1, path.clamp(min=0)), -1)
-    is_valid = _is_valid(logits).gather(1, path.clamp(min=0)).all(1)
-    return Acceptance(path, num_accepted, tokens, is_valid)
+    return Acceptance(path, num_accepted, tokens, is_valid.gather(1, path.clamp(min=0)).all(1))
 
 
 def accept_deterministic(tree: CandidateTree, logits: torch.Tensor, sampler: Sampler) -> Acceptance:

@@ -141,20 +141,25 @@ class KVCache:
         first = 0 if num_new is None else N - num_new
         for row in rows:
             assert row.length + N <= len(row.blocks) * self.block_size, "reserve comes before layout"
-        num_columns = max(len(row.blocks) for row in rows)
-        tables = torch.tensor([row.blocks + [0] * (num_columns - len(row.blocks)) for row in rows]).to(self.device)
-        host_lengths = [row.length for row in rows]
-        lengths = torch.tensor(host_lengths).to(self.device)
+        lengths, tables = self._lengths_and_tables(rows)
         layout = TreeLayout(
             block_tables=tables,
             lengths=lengths,
-            host_lengths=host_lengths,
+            host_lengths=[row.length for row in rows],
             depths=tree.depths,
             ancestor_mask=tree.ancestor_mask()[:, first:],
             block_size=self.block_size,
-            row_slots=[self._row_slots(row, row.length + N) for row in rows],
+            row_slots=[self._row_slots(row, row.length + N) for row in rows] if self.device.type == "cpu" else None,
+            max_depth=tree.max_depth,
+            is_chain=tree.is_chain,
         )
         return layout, self._slots(tables, lengths[:, None] + torch.arange(first, N, device=self.device)).flatten()
+
+    def _lengths_and_tables(self, rows: list[CacheRow]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prefix lengths [B] and block tables [B, M], padded with block 0."""
+        num_columns = max(len(row.blocks) for row in rows)
+        tables = [row.blocks + [0] * (num_columns - len(row.blocks)) for row in rows]
+        return torch.tensor([row.length for row in rows]).to(self.device), torch.tensor(tables).to(self.device)
 
     def _slots(self, tables: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return slots_of(tables, index, self.block_size)
@@ -166,21 +171,26 @@ class KVCache:
         index = torch.arange(num_keys, device=self.device)
         return self._slots(torch.tensor([row.blocks]).to(self.device), index[None])[0]
 
+    def arrange(self, rows: list[CacheRow], origins: torch.Tensor, *, num_layers: int) -> None:
+        """Move the scratch entries `origins` [B, N], ascending, to the first N scratch slots, in the first layers only."""
+        lengths, tables = self._lengths_and_tables(rows)
+        source = self._slots(tables, lengths[:, None] + origins)
+        target = self._slots(tables, lengths[:, None] + torch.arange(origins.shape[1], device=self.device))
+        kv_compaction(self.keys[:num_layers], self.values[:num_layers], source, target)
+
     def compact(self, rows: list[CacheRow], tree: CandidateTree, acceptance: Acceptance) -> None:
         """Move the accepted path's KV to the prefix's end. `advance` then counts it in."""
         if tree.is_chain:
             # A chain's path lies in its storage order already.
             return
         path = acceptance.path
-        lengths = torch.tensor([row.length for row in rows]).to(self.device)
-        num_columns = max(len(row.blocks) for row in rows)
-        tables = torch.tensor([row.blocks + [0] * (num_columns - len(row.blocks)) for row in rows]).to(self.device)
+        lengths, tables = self._lengths_and_tables(rows)
         steps = torch.arange(path.shape[1], device=self.device).expand_as(path)
         # Past the path's end a slot is moved onto itself: shapes stay fixed and nothing changes.
         target = self._slots(tables, lengths[:, None] + steps.minimum(acceptance.num_accepted[:, None]))
         source_nodes = torch.where(path >= 0, path, path.gather(1, acceptance.num_accepted[:, None]))
         source = self._slots(tables, lengths[:, None] + source_nodes)
-        kv_compaction(self.keys, self.values, source.flatten(), target.flatten())
+        kv_compaction(self.keys, self.values, source, target)
 
     def advance(self, row: CacheRow, num_tokens: int) -> None:
         """Count `num_tokens` stored tokens as committed."""

@@ -107,7 +107,7 @@ def _step(target: Target, batch: Batch, drafter: Drafter, planner: Planner) -> S
     tree = drafter.propose(batch, planner.num_draft_tokens(drafter, batch))
     tree = planner.prune(tree.limit_depth(batch.max_depths))
     times.append(time.perf_counter())
-    verification = target.verify(tree, batch.rows, batch.cache, features=drafter.features)
+    verification = drafter.verify(target, batch, tree)
     times.append(time.perf_counter())
     acceptance = accept(tree, verification.logits, batch.sampler)
     batch.cache.compact(batch.rows, tree, acceptance)

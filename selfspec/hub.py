@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from selfspec.heads import HEADS
 from selfspec.heads.base import DraftHead, TargetIdentity, find_head, read_config
@@ -11,8 +12,16 @@ from selfspec.target import Target
 
 logger = logging.getLogger(__name__)
 
-# heads/pretrained/TARGET/KIND, installed with the package.
+# heads/pretrained/TARGET/NAME, installed with the package.
 SHIPPED = Path(__file__).parent / "heads" / "pretrained"
+
+# The head types that each drafter serves.
+HEAD_TYPES = {
+    "medusa": ("medusa",),
+    "eagle": ("eagle", "eagle1"),
+    "early_exit": ("early_exit",),
+    "draft_model": ("draft_model",),
+}
 
 
 def identity(target: Target) -> TargetIdentity:
@@ -20,26 +29,46 @@ def identity(target: Target) -> TargetIdentity:
     return TargetIdentity.of(target.model, target.tokenizer, name=Path(target.name).name)
 
 
-def load_head(source: str | Path, target: Target, *, kind: str, revision: str | None = None) -> DraftHead:
-    """A head of the wanted kind for this target.
+def load_head(source: str | Path | None, target: Target, *, drafter: str, revision: str | None = None) -> DraftHead:
+    """A head that this drafter can serve, for this target.
+
+    Args:
+        source: folder or Hub id; None takes the shipped head whose fingerprint fits the target.
 
     Raises:
         ValueError: no head there, another kind, damaged weights, or a head of another target; the sentence names both sides.
     """
-    head = HEADS[kind].from_pretrained(find_head(source, revision), dtype=target.dtype)
+    directory = find_head(source or shipped_head(drafter, target), revision)
+    head_type = read_config(directory)["head_type"]
+    allowed = HEAD_TYPES[drafter]
+    if head_type not in allowed:
+        raise ValueError(f"{source} is a {head_type} head, and drafter {drafter} serves {' and '.join(allowed)} heads")
+    head = HEADS[head_type].from_pretrained(directory, dtype=target.dtype)
     head.config.target.check(identity(target))
     return head
 
 
-def shipped_head(kind: str, target: Target) -> Path:
-    """The folder of the shipped head of this kind that fits the target."""
+def is_head(source: str | Path) -> bool:
+    """True where the folder holds a head of ours, and not a model."""
+    try:
+        read_config(Path(source))
+    except ValueError:
+        return False
+    return True
+
+
+def shipped_head(drafter: str, target: Target) -> Path:
+    """The folder of the shipped head that this drafter can serve and that fits the target."""
     ours = identity(target)
-    for directory in sorted(SHIPPED.glob(f"*/{kind}")):
-        config = HEADS[kind].config_class.from_dict(read_config(directory))
+    for directory in sorted(path.parent for path in SHIPPED.glob("*/*/config.json")):
+        record: dict[str, Any] = read_config(directory)
+        if record["head_type"] not in HEAD_TYPES[drafter]:
+            continue
+        config = HEADS[record["head_type"]].config_class.from_dict(record)
         try:
             config.target.check(ours)
         except ValueError:
             continue
-        logger.info("drafter %s: the shipped head %s/%s", kind, directory.parent.name, kind)
+        logger.info("drafter %s: the shipped head %s/%s", drafter, directory.parent.name, directory.name)
         return directory
-    raise ValueError(f"no shipped {kind} head fits {target.name}: name one as {kind}:PATH_OR_HUB_ID, or train one")
+    raise ValueError(f"no shipped {drafter} head fits {target.name}: name one as {drafter}:PATH_OR_HUB_ID, or train one")

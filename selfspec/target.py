@@ -1,48 +1,32 @@
 """The target: a frozen Hugging Face causal LM, unmodified, that prefills prompts and verifies candidate trees.
 
-The only file that knows transformers' models. One attention function is registered with transformers' AttentionInterface;
-the modeling files hand it our keyword argument `tree_pass`, and it stores the pass's keys and values in the paged cache and
-attends to them there. The model runs with `use_cache=False` and explicit positions, so none of transformers' cache classes
-takes part, and with a ready-made 4-D mask, so that it builds none of its own.
+The model runs with our attention function (`selfspec.attention`), `use_cache=False` and explicit positions, so none of
+transformers' cache classes takes part, and with a ready-made 4-D mask, so that it builds none of its own.
 
 Invariant, checked on every model at load: the logits of a tree's node equal the plain forward's on the node's own path.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedModel
 
+from selfspec.attention import ATTENTION_NAME, TreePass
 from selfspec.cache import CacheRow, KVCache, KVShape
-from selfspec.kernels.tree_attention import TreeLayout, tree_attention
+from selfspec.heads.stack import Resume, decoder_layers, with_layers
 from selfspec.loading import check_family, load_model
 from selfspec.tree import CandidateTree, chain, from_parents
-
-ATTENTION_NAME = "selfspec"
 
 # A feature is named by transformers' numbering: k is the hidden state entering layer k (0 = embeddings, L = the last
 # layer's output before the final norm), FINAL the one after the final norm.
 FINAL = -1
-
-
-@dataclass
-class _TreePass:
-    """What the attention function needs during one forward; `shapes` collects what it saw."""
-
-    cache: KVCache | None = None
-    layout: TreeLayout | None = None
-    write_slots: torch.Tensor | None = None
-    shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -162,7 +146,37 @@ class Target:
         """A target of this one's first `num_layers` layers, final norm and LM head; every weight is shared."""
         if not 1 <= num_layers < self.num_layers:
             raise ValueError(f"truncated:{num_layers} is out of range: {self.name} has {self.num_layers} layers")
-        return Target(_with_layers(self.model, num_layers), self.tokenizer, name=f"{self.name}[:{num_layers}]")
+        layers = list(decoder_layers(self.model)[1])[:num_layers]
+        model = with_layers(self.model, layers, range(num_layers))
+        return Target(model, self.tokenizer, name=f"{self.name}[:{num_layers}]")
+
+    @torch.inference_mode()
+    def extend(self, nodes: CandidateTree, rows: list[CacheRow], cache: KVCache, num_new: int) -> torch.Tensor:
+        """Logits [B, num_new, V] of the last nodes; the ones before them are in the rows' scratch slots already."""
+        return self.forward(self.model, nodes, rows, cache, num_new=num_new).logits
+
+    def forward(
+        self,
+        model: nn.Module,
+        tree: CandidateTree,
+        rows: list[CacheRow],
+        cache: KVCache,
+        *,
+        num_new: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """What `model`, this target's or a part of it, returns for a tree's last `num_new` nodes (all by default)."""
+        cache.reserve(rows, tree.num_nodes)
+        layout, write_slots = cache.layout(rows, tree, num_new)
+        new = slice(0 if num_new is None else tree.num_nodes - num_new, None)
+        return model(
+            input_ids=tree.tokens[:, new].clamp(min=0),
+            position_ids=(layout.lengths[:, None] + tree.depths[:, new]).clamp(max=self.context_length - 1),
+            attention_mask=self._mask,
+            use_cache=False,
+            tree_pass=TreePass(cache, layout, write_slots),
+            **options,
+        )
 
     def _forward(
         self,
@@ -172,18 +186,8 @@ class Target:
         features: Sequence[int],
         logits_to_keep: int,
     ) -> Verification:
-        cache.reserve(rows, tree.num_nodes)
-        layout, write_slots = cache.layout(rows, tree)
-        positions = (layout.lengths[:, None] + tree.depths).clamp(max=self.context_length - 1)
         with self._taps(features) as taken:
-            output = self.model(
-                input_ids=tree.tokens.clamp(min=0),
-                position_ids=positions,
-                attention_mask=self._mask,
-                use_cache=False,
-                logits_to_keep=logits_to_keep,
-                tree_pass=_TreePass(cache, layout, write_slots),
-            )
+            output = self.forward(self.model, tree, rows, cache, logits_to_keep=logits_to_keep)
         return Verification(output.logits, taken)
 
     @contextmanager
@@ -193,7 +197,7 @@ class Target:
         if not features:
             yield taken
             return
-        layers = _decoder_layers(self.model)[1]
+        layers = decoder_layers(self.model)[1]
         handles = []
 
         def keep(name: int, hidden: Any) -> None:
@@ -231,7 +235,7 @@ class Target:
         self.vocab_size = plain.shape[-1]
         self.model.set_attn_implementation(ATTENTION_NAME)
 
-        probe = _TreePass()
+        probe = TreePass()
         positions = torch.arange(6, device=self.device)[None]
         self.model(
             input_ids=tokens[None], position_ids=positions, attention_mask=self._mask, use_cache=False, tree_pass=probe
@@ -263,105 +267,52 @@ class Target:
             )
 
 
-def _attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
-    tree_pass: _TreePass | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """The registered attention: queries [B, H, N, D], keys and values [B, G, N, D]; returns [B, N, H, Dv]."""
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if position_bias is not None:
-        raise ValueError(f"{module.config.model_type} adds a position bias to its attention, which selfspec does not serve")
-    if tree_pass is None or tree_pass.cache is None:
-        if tree_pass is not None:
-            tree_pass.shapes[module.layer_idx] = (key.shape[1], key.shape[3], value.shape[3])
-            attention_mask = None
-        return _plain_attention(query, key, value, attention_mask, scaling, softcap, s_aux), None
-    cache, layout, layer = tree_pass.cache, tree_pass.layout, module.layer_idx
-    assert layout is not None and tree_pass.write_slots is not None
-    keys, values = cache.keys[layer], cache.values[layer]
-    keys.index_copy_(0, tree_pass.write_slots, key.transpose(1, 2).flatten(0, 1).to(keys.dtype))
-    values.index_copy_(0, tree_pass.write_slots, value.transpose(1, 2).flatten(0, 1).to(values.dtype))
-    return tree_attention(query, keys, values, layout, scaling, sliding_window, softcap, s_aux), None
+class SplitTarget:
+    """A target cut at a layer: the layers before it run alone, and the rest goes on from what they gave.
 
+    Args:
+        exit_layer: E, the first layer of the rest.
 
-def _plain_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Ordinary attention, for the model's use outside tree passes: causal where no mask is given."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    N, S = query.shape[2], key.shape[2]
-    if softcap is None and sinks is None:
-        is_causal = mask is None and N == S
-        if mask is None and N < S:
-            mask = torch.ones(N, S, dtype=torch.bool, device=query.device).tril(S - N)
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, scale=scaling)
-        return out.transpose(1, 2).contiguous()
-    scores = (query @ key.transpose(2, 3)).float() * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is None:
-        mask = torch.ones(N, S, dtype=torch.bool, device=scores.device).tril(S - N)
-    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
-    probs = scores.softmax(-1)[..., :S].to(value.dtype)
-    return (probs @ value).transpose(1, 2).contiguous()
+    Raises:
+        ValueError: this family's two parts don't give what the whole gives.
+    """
 
+    def __init__(self, target: Target, exit_layer: int) -> None:
+        layers = list(decoder_layers(target.model)[1])
+        E = exit_layer
+        self.target = target
+        self.exit_layer = E
+        self._first = with_layers(target.model, layers[:E], range(E), norm=nn.Identity()).base_model
+        self._resume = Resume(layers[E - 1])
+        self._rest = with_layers(target.model, [self._resume, *layers[E:]], range(E - 1, len(layers)))
+        self._check()
 
-AttentionInterface.register(ATTENTION_NAME, _attention)
-AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+    @torch.inference_mode()
+    def enter(self, nodes: CandidateTree, rows: list[CacheRow], cache: KVCache, num_new: int) -> torch.Tensor:
+        """Hidden states [B, num_new, E] entering layer E at the last nodes, whose KV of the layers before is stored."""
+        return self.target.forward(self._first, nodes, rows, cache, num_new=num_new).last_hidden_state
 
+    @torch.inference_mode()
+    def resume(self, tree: CandidateTree, rows: list[CacheRow], cache: KVCache, hidden: torch.Tensor) -> Verification:
+        """`verify` for a tree whose every node went through `enter` and lies in its slot: `hidden` [B, N, E] is theirs."""
+        self._resume.hidden = hidden
+        output = self.target.forward(self._rest, tree, rows, cache)
+        self._resume.hidden = None
+        return Verification(output.logits, {self.exit_layer: hidden})
 
-def _decoder_layers(model: PreTrainedModel) -> tuple[list[str], nn.ModuleList]:
-    """The stack of decoder layers and the attribute path to it."""
-    num_layers = model.config.get_text_config().num_hidden_layers
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            return name.split("."), module
-    raise ValueError(f"{model.config.model_type}: no stack of {num_layers} decoder layers was found")
-
-
-def _with_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
-    """A shallow copy of the model with the first layers only: copied along the path to the stack, shared elsewhere."""
-    path, layers = _decoder_layers(model)
-    config = copy.deepcopy(model.config)
-    text_config = config.get_text_config()
-    text_config.num_hidden_layers = num_layers
-    if getattr(text_config, "layer_types", None):
-        text_config.layer_types = text_config.layer_types[:num_layers]
-
-    def clone(module: Any) -> Any:
-        twin = copy.copy(module)
-        twin._modules = dict(module._modules)
-        if hasattr(twin, "config"):
-            twin.config = text_config
-        return twin
-
-    top = clone(model)
-    top.config = config
-    node = top
-    for name in path[:-1]:
-        setattr(node, name, clone(node.get_submodule(name)))
-        node = node.get_submodule(name)
-    setattr(node, path[-1], nn.ModuleList(list(layers)[:num_layers]))
-    return top
+    def _check(self) -> None:
+        target = self.target
+        tokens = (torch.arange(4, device=target.device) * 5 + 2) % min(target.config.vocab_size, 64)
+        tree = from_parents(tokens[None], torch.tensor([[-1, 0, 0, 1]], device=target.device))
+        cache, rows = target.new_cache(), [CacheRow()]
+        whole = target.verify(tree, rows, cache).logits.float()
+        cut = self.resume(tree, rows, cache, self.enter(tree, rows, cache, tree.num_nodes)).logits.float()
+        gap = (cut - whole).norm() / whole.norm()
+        if not gap < 1e-3:
+            raise ValueError(
+                f"{target.name} gives other logits when layer {self.exit_layer} resumes from stored states (relative gap "
+                f"{gap:.2g}): its early-exit heads cannot be served"
+            )
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:

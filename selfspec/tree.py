@@ -24,6 +24,7 @@ class CandidateTree:
             never rising along a path. None where the drafter has no estimate.
         draft_probs: [B, N, V] distribution that node i's token was *drawn* from; None for deterministic drafts, whose
             draft distribution is a point mass whatever the drafter's own probabilities were.
+        origins: [B, N] each node's number among all that its drafter computed; None where nothing is kept of them.
     """
 
     tokens: torch.Tensor
@@ -33,6 +34,7 @@ class CandidateTree:
     is_chain: bool = False
     scores: torch.Tensor | None = None
     draft_probs: torch.Tensor | None = None
+    origins: torch.Tensor | None = None
 
     @property
     def is_deterministic(self) -> bool:
@@ -104,6 +106,7 @@ class CandidateTree:
             parents=parents,
             depths=self.depths.gather(1, kept),
             scores=self.scores.gather(1, kept),
+            origins=None if self.origins is None else self.origins.gather(1, kept),
             max_depth=min(self.max_depth, num_nodes - 1),
         )
 
@@ -164,6 +167,9 @@ class TreeGrower:
 
     At every depth the `width` best nodes are expanded; all their children are candidates. A node's score is the sum of its
     path's log-probabilities, so it never rises along a path, and the best N candidates form a tree.
+
+    Attributes:
+        beam_scores: [B, W] of the nodes that are expanded next.
     """
 
     def __init__(self, roots: torch.Tensor, width: int) -> None:
@@ -174,7 +180,7 @@ class TreeGrower:
         self._depths = [torch.zeros_like(roots)[:, None]]
         self._scores = [torch.zeros(B, 1, device=roots.device)]
         self._beam = torch.zeros(B, 1, dtype=torch.int64, device=roots.device)
-        self._beam_scores = self._scores[0]
+        self.beam_scores = self._scores[0]
         self._num_nodes = 1
 
     def expand(self, tokens: torch.Tensor, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,14 +193,14 @@ class TreeGrower:
             The next beam's tokens [B, W'] and the position [B, W'] of each one's parent in the present beam.
         """
         B, W, k = tokens.shape
-        scores = (self._beam_scores[:, :, None] + log_probs.float()).flatten(1)  # [B, W * k]
+        scores = (self.beam_scores[:, :, None] + log_probs.float()).flatten(1)  # [B, W * k]
         self._tokens.append(tokens.flatten(1))
         self._parents.append(self._beam.repeat_interleave(k, dim=1))
         self._depths.append(torch.full_like(self._tokens[-1], len(self._depths)))
         self._scores.append(scores)
         best = scores.topk(min(self.width, W * k), dim=1)
         self._beam = self._num_nodes + best.indices
-        self._beam_scores = best.values
+        self.beam_scores = best.values
         self._num_nodes += W * k
         return self._tokens[-1].gather(1, best.indices), best.indices // k
 

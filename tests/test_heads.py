@@ -84,7 +84,7 @@ def test_medusa_accepts_everything_if_and_only_if_it_is_aligned(shift: int) -> N
             reached = successor[reached]
         output.weight.data.zero_()
         output.weight.data[reached, token] = 9.0
-    drafter = MedusaDrafter(target, head, num_nodes=5, num_choices=1)
+    drafter = MedusaDrafter(target, head, num_nodes=5, width=1)
     prompt = text_of(successor, 2)
     (completion,) = generate(target, [prompt], drafter=drafter, sampling=GREEDY, use_cost_guard=False)
     assert completion.token_ids == generate(target, [prompt], sampling=GREEDY)[0].token_ids

@@ -1,130 +1,22 @@
-"""Kernels against their twins in `kernels/reference.py`, and the twins against code that shares nothing with them."""
+"""What runs on CPU against the twins in `kernels/reference.py`, and the twins against code that shares nothing with them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_cases import FLOAT32, HEADS, LENGTHS, PARENTS, TOLERANCES, Case, make_case
 from strategies import PROPERTY, parent_lists, path_to, trees
 
 from selfspec.kernels.kv_compaction import kv_compaction
-from selfspec.kernels.reference import tree_accept_reference, tree_attention_reference
+from selfspec.kernels.reference import tree_accept_reference
 from selfspec.kernels.tree_accept import tree_accept
-from selfspec.kernels.tree_attention import TreeLayout, tree_attention
-from selfspec.tree import CandidateTree, from_parents
-
-# Both sum at most some fifty products of unit variance in float32, in different order.
-FLOAT32 = {"atol": 2e-6, "rtol": 2e-5}
-# Bfloat16 keeps 8 bits: the fused form rounds probabilities and output, the twin only the output.
-BFLOAT16 = {"atol": 2e-2, "rtol": 2e-2}
-TOLERANCES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
-
-BLOCK_SIZE = 4
-
-PARENTS = {
-    "root": [-1],
-    "chain": [-1, 0, 1, 2, 3, 4, 5],
-    "star": [-1, 0, 0, 0, 0, 0, 0],
-    "random": [-1, 0, 0, 2, 2, 1, 4, 4, 7],
-    "padded": [-1, 0, -1, 1, 1, -1, 3, -1],
-}
-# Prefix lengths of the rows: empty, on and off the block of four, and three rows of different length.
-LENGTHS = {"empty": [0], "one": [1], "on the block": [8], "off the block": [13], "ragged": [0, 6, 21]}
-# Query heads, key-value heads, key dim, value dim.
-HEADS = {
-    "multi-head": (4, 4, 8, 8),
-    "grouped": (6, 2, 8, 8),
-    "one key-value head": (3, 1, 16, 16),
-    "unequal": (4, 2, 12, 5),
-}
-
-
-@dataclass
-class Case:
-    """A pool whose unused slots are NaN, and one pass's query and layout on it."""
-
-    query: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    layout: TreeLayout
-    parents: list[list[int]]
-
-    @property
-    def scaling(self) -> float:
-        # Not the default 1 / sqrt(D): an ignored argument must show.
-        return 0.7 * self.query.shape[-1] ** -0.5
-
-    def run(self, **options: object) -> torch.Tensor:
-        return tree_attention(self.query, self.key_cache, self.value_cache, self.layout, self.scaling, **options)  # type: ignore[arg-type]
-
-    def run_reference(self, **options: object) -> torch.Tensor:
-        layout = self.layout
-        return tree_attention_reference(
-            self.query,
-            self.key_cache,
-            self.value_cache,
-            layout.block_tables,
-            layout.lengths,
-            layout.depths,
-            layout.ancestor_mask,
-            layout.block_size,
-            self.scaling,
-            **options,  # type: ignore[arg-type]
-        )
-
-    def slot(self, row: int, index: int) -> int:
-        return int(self.layout.block_tables[row, index // BLOCK_SIZE]) * BLOCK_SIZE + index % BLOCK_SIZE
-
-
-def make_case(
-    parents: list[list[int]],
-    lengths: list[int],
-    heads: tuple[int, int, int, int] = HEADS["grouped"],
-    *,
-    dtype: torch.dtype = torch.float32,
-    is_scattered: bool = True,
-    seed: int = 0,
-) -> Case:
-    H, G, D, Dv = heads
-    B, N = len(lengths), len(parents[0])
-    generator = torch.Generator().manual_seed(seed)
-    num_blocks = [-(-(length + N) // BLOCK_SIZE) for length in lengths]
-    pool = torch.arange(sum(num_blocks) + 3)
-    if is_scattered:
-        pool = pool[torch.randperm(len(pool), generator=generator)]
-    tables = torch.zeros(B, max(num_blocks), dtype=torch.int64)
-    key_cache = torch.full((len(pool) * BLOCK_SIZE, G, D), torch.nan, dtype=dtype)
-    value_cache = torch.full((len(pool) * BLOCK_SIZE, G, Dv), torch.nan, dtype=dtype)
-    row_slots: list[slice | torch.Tensor] = []
-    used = 1
-    for b, length in enumerate(lengths):
-        blocks = pool[used : used + num_blocks[b]]
-        used += num_blocks[b]
-        tables[b, : len(blocks)] = blocks
-        slots = (blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[: length + N]
-        key_cache[slots] = torch.randn(length + N, G, D, generator=generator).to(dtype)
-        value_cache[slots] = torch.randn(length + N, G, Dv, generator=generator).to(dtype)
-        row_slots.append(slots if is_scattered else slice(int(slots[0]), int(slots[-1]) + 1))
-    parent_rows = torch.tensor(parents)
-    is_real = (parent_rows >= 0) | (torch.arange(N) == 0)
-    tree = from_parents(torch.where(is_real, 5, -1), parent_rows)
-    layout = TreeLayout(
-        block_tables=tables,
-        lengths=torch.tensor(lengths),
-        host_lengths=lengths,
-        depths=tree.depths,
-        ancestor_mask=tree.ancestor_mask(),
-        block_size=BLOCK_SIZE,
-        row_slots=row_slots,
-    )
-    query = torch.randn(B, H, N, D, generator=generator).to(dtype)
-    return Case(query, key_cache, value_cache, layout, parents)
+from selfspec.tree import CandidateTree
 
 
 def attend_along_paths(

@@ -16,6 +16,7 @@ from selfspec.tree import CandidateTree, chain
 if TYPE_CHECKING:
     from selfspec.accept import Acceptance
     from selfspec.sequence import Batch, Sequence
+    from selfspec.target import Target, Verification
 
 
 class Drafter(ABC):
@@ -46,6 +47,10 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
         """A tree for every row, at most `num_draft_tokens` deep (0: the roots alone)."""
+
+    def verify(self, target: Target, batch: Batch, tree: CandidateTree) -> Verification:
+        """The target's pass over the tree; a drafter that ran a part of it already goes on from there."""
+        return target.verify(tree, batch.rows, batch.cache, features=self.features)
 
     def commit(  # noqa: B027
         self, batch: Batch, tree: CandidateTree, acceptance: Acceptance, features: Mapping[int, torch.Tensor]

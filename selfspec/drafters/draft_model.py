@@ -1,4 +1,4 @@
-"""A small model of the same vocabulary drafts a chain, token by token (https://arxiv.org/abs/2211.17192).
+"""A small model of the same vocabulary drafts a chain, token by token (https://arxiv.org/abs/2211.17192), or a tree.
 
 The draft model is itself a `Target` with its own KV cache. Invariant: of every row it has cached a prefix of the committed
 tokens; the rest (one token after a rejection, two after a fully accepted chain) is caught up at the next proposal's first
@@ -19,6 +19,7 @@ import torch
 
 from selfspec.cache import CacheRow
 from selfspec.drafters.base import Drafter
+from selfspec.drafters.growth import grow, spread
 from selfspec.noise import Stream
 from selfspec.tree import CandidateTree, chain
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The most tokens that the first pass of a proposal catches up; more are prefilled before it.
+CATCH_UP = 16
+
 
 class DraftModelDrafter(Drafter):
     """Drafts with another causal LM.
@@ -38,6 +42,9 @@ class DraftModelDrafter(Drafter):
         vocab_size: the target's.
         is_sampled: draw the drafts and verify by speculative sampling: the target's law, but no longer token for token what
             plain sampling gives with the same seed.
+        width: nodes expanded at each depth of a greedy draft, and children considered of each; 1 drafts a chain. Rows that
+            sample always get a chain: its tokens can follow the target's own noise.
+        num_nodes: most nodes of a tree, root included.
     """
 
     is_costly = True
@@ -49,6 +56,8 @@ class DraftModelDrafter(Drafter):
         *,
         num_draft_tokens: int = 5,
         is_sampled: bool = False,
+        width: int = 1,
+        num_nodes: int = 16,
         name: str = "draft_model",
     ) -> None:
         if num_draft_tokens < 1:
@@ -58,6 +67,8 @@ class DraftModelDrafter(Drafter):
         self.vocab_size = vocab_size
         self.num_draft_tokens = num_draft_tokens
         self.is_sampled = is_sampled
+        self.width = width
+        self.num_nodes = num_nodes
         self._cache = draft.new_cache()
         self._rows: dict[Sequence, CacheRow] = {}
 
@@ -82,6 +93,9 @@ class DraftModelDrafter(Drafter):
         rows = [self._rows[batch.sequences[b]] for b in active]
         index = torch.tensor(active).to(batch.device)
         logits = self._catch_up(batch, active, rows)
+        if self.width > 1 and batch.sampler.is_greedy and not self.is_sampled:
+            tree = self._grow(batch.roots[index], logits, rows, K)
+            return spread(tree, batch.roots, index)
         drafts, probs = [], []
         for depth in range(K):
             token, draft_probs = self._choose(batch, logits, index, depth)
@@ -95,10 +109,20 @@ class DraftModelDrafter(Drafter):
         tokens = torch.where(is_active[:, None], torch.stack(drafts, dim=1), -1)
         return chain(batch.roots, tokens, draft_probs=torch.stack(probs, dim=1) if self.is_sampled else None)
 
+    def _grow(self, roots: torch.Tensor, logits: torch.Tensor, rows: list[CacheRow], depth: int) -> CandidateTree:
+        def run(nodes: CandidateTree, num_new: int, parent: torch.Tensor) -> torch.Tensor:
+            return fit_vocab(self.draft.extend(nodes, rows, self._cache, num_new), self.vocab_size)
+
+        first = fit_vocab(logits, self.vocab_size)[:, None]
+        return grow(roots, first, run, depth=depth, width=self.width, num_nodes=self.num_nodes)
+
     def commit(
         self, batch: Batch, tree: CandidateTree, acceptance: Acceptance, features: Mapping[int, torch.Tensor]
     ) -> None:
-        """Forget the drafts that were not accepted: the draft's prefix never outgrows the target's."""
+        """Forget the drafts that were not accepted: the draft's prefix never outgrows the target's.
+
+        A tree's nodes were never part of the prefix: its accepted path is caught up with the next proposal.
+        """
         for sequence in batch.sequences:
             row = self._rows[sequence]
             self._cache.rewind(row, min(row.length, sequence.row.length))
@@ -108,7 +132,7 @@ class DraftModelDrafter(Drafter):
         pending = []
         for b, row in zip(active, rows, strict=True):
             num_tokens = batch.sequences[b].num_tokens
-            if num_tokens - row.length > 2:
+            if num_tokens - row.length > CATCH_UP:
                 self.draft.prefill(self._known(batch.history[b, row.length : num_tokens - 1]), row, self._cache)
             pending.append(num_tokens - row.length)
         width = max(pending)

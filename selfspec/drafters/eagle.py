@@ -1,4 +1,4 @@
-"""EAGLE: a one-layer head continues the target's features and grows a tree (https://arxiv.org/abs/2503.01840).
+"""EAGLE: a one-layer head continues the target's features and grows a tree (https://arxiv.org/abs/2406.16858).
 
 The head has a KV cache of its own. With the root at position T it holds entries 0 … T - 1, each computed from the target's
 features (see `selfspec.heads.eagle` for what an entry pairs): features that came with the last verify pass wait as pending
@@ -17,11 +17,12 @@ import torch
 
 from selfspec.cache import CacheRow, KVCache, KVShape
 from selfspec.drafters.base import Drafter
-from selfspec.heads.eagle import EagleHead
+from selfspec.drafters.growth import grow, spread
+from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.kernels.tree_attention import tree_attention
 from selfspec.packing import can_pack, pack_linear_layers
 from selfspec.target import Target
-from selfspec.tree import CandidateTree, TreeGrower, chain
+from selfspec.tree import CandidateTree, chain
 
 if TYPE_CHECKING:
     from selfspec.accept import Acceptance
@@ -52,7 +53,7 @@ class EagleDrafter(Drafter):
     def __init__(
         self,
         target: Target,
-        head: EagleHead,
+        head: EagleHead | Eagle1Head,
         *,
         num_draft_tokens: int = 6,
         num_nodes: int = 16,
@@ -66,7 +67,8 @@ class EagleDrafter(Drafter):
         self.features = head.features
         self.num_draft_tokens = num_draft_tokens
         self.num_nodes = num_nodes
-        self.width = min(width, head.config.draft_vocab_size)
+        self.width = width
+        self._output_layer = head.output_layer(target.model.get_output_embeddings())
         self._embed = target.model.get_input_embeddings()
         self._draft_ids = head.draft_ids
         config = head.config
@@ -100,20 +102,25 @@ class EagleDrafter(Drafter):
         index = torch.tensor(active).to(batch.device)
         rows = [self._rows[batch.sequences[b]] for b in active]
         normed, fed = self._catch_up(batch, index, rows)  # [A, 1, E] each
-        grower = TreeGrower(batch.roots[index], self.width)
+        output = self._output_layer
         cache_rows = [row.cache_row for row in rows]
-        nodes: CandidateTree | None = None
-        for depth in range(1, K + 1):
-            log_probs = self.head.lm_head(normed).float().log_softmax(-1)  # [A, W, draft vocabulary]
-            best = log_probs.topk(self.width, dim=-1)
-            tokens, parent = grower.expand(self._draft_ids[best.indices], best.values)
-            if depth == K:
-                break
+
+        def run(nodes: CandidateTree, num_new: int, parent: torch.Tensor) -> torch.Tensor:
+            nonlocal normed, fed
             hidden = fed.gather(1, parent[:, :, None].expand(-1, -1, fed.shape[-1]))
-            nodes = _append(nodes, tokens, parent, depth, width_before=fed.shape[1])
-            normed, fed = self._enter(nodes, cache_rows, hidden, num_new=tokens.shape[1])
-        tree = grower.tree(self.num_nodes)
-        return tree if len(active) == len(batch) else _spread(tree, batch.roots, index)
+            normed, fed = self._enter(nodes, cache_rows, hidden, num_new)
+            return output(normed)
+
+        tree = grow(
+            batch.roots[index],
+            output(normed),
+            run,
+            depth=K,
+            width=self.width,
+            num_nodes=self.num_nodes,
+            token_ids=self._draft_ids,
+        )
+        return spread(tree, batch.roots, index)
 
     def commit(
         self, batch: Batch, tree: CandidateTree, acceptance: Acceptance, features: Mapping[int, torch.Tensor]
@@ -162,40 +169,3 @@ class EagleDrafter(Drafter):
         new = slice(entries.num_nodes - num_new, None)
         positions = layout.lengths[:, None] + entries.depths[:, new]
         return self.head(hidden, self._embed(entries.tokens[:, new].clamp(min=0)), positions, attend)
-
-
-def _append(
-    nodes: CandidateTree | None, tokens: torch.Tensor, parent: torch.Tensor, depth: int, width_before: int
-) -> CandidateTree:
-    """The drafted entries with one more layer: `parent [A, W]` counts within the layer before, of `width_before` nodes.
-
-    Unlike a verified tree these have no root: the first layer hangs on the prefix's last entry.
-    """
-    depths = torch.full_like(tokens, depth - 1)
-    if nodes is None:
-        return CandidateTree(tokens, torch.full_like(tokens, -1), depths, max_depth=0)
-    return CandidateTree(
-        tokens=torch.cat([nodes.tokens, tokens], dim=1),
-        parents=torch.cat([nodes.parents, parent + nodes.num_nodes - width_before], dim=1),
-        depths=torch.cat([nodes.depths, depths], dim=1),
-        max_depth=depth - 1,
-    )
-
-
-def _spread(tree: CandidateTree, roots: torch.Tensor, index: torch.Tensor) -> CandidateTree:
-    """A tree of some rows as one of all: the others get their root alone."""
-    B, N = len(roots), tree.num_nodes
-
-    def spread(values: torch.Tensor, filler: float) -> torch.Tensor:
-        return values.new_full((B, N), filler).index_copy_(0, index, values)
-
-    tokens = spread(tree.tokens, -1)
-    tokens[:, 0] = roots
-    assert tree.scores is not None
-    return CandidateTree(
-        tokens=tokens,
-        parents=spread(tree.parents, -1),
-        depths=spread(tree.depths, 0),
-        max_depth=tree.max_depth,
-        scores=spread(tree.scores, 0.0),
-    )

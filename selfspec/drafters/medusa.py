@@ -28,7 +28,7 @@ class MedusaDrafter(Drafter):
 
     Args:
         num_nodes: most nodes of the tree, root included.
-        num_choices: tokens of each head that are considered.
+        width: tokens of each head that are considered.
     """
 
     features = (FINAL,)
@@ -40,17 +40,18 @@ class MedusaDrafter(Drafter):
         *,
         num_draft_tokens: int | None = None,
         num_nodes: int = 16,
-        num_choices: int = 8,
+        width: int = 8,
         name: str = "medusa",
     ) -> None:
         self.name = name
         self.head = head.to(target.device, target.dtype)
         self.lm_head = target.model.get_output_embeddings()
+        self._embed = target.model.get_input_embeddings()
         if target.device.type == "cpu" and can_pack():
             pack_linear_layers(self.head)
         self.num_draft_tokens = min(num_draft_tokens or head.config.num_heads, head.config.num_heads)
         self.num_nodes = num_nodes
-        self.num_choices = num_choices
+        self.width = width
         self._hidden_size = head.config.target.hidden_size
         # The feature [E] of every row's last committed token; a prompt of one token has none yet.
         self._last: dict[Sequence, torch.Tensor | None] = {}
@@ -68,12 +69,13 @@ class MedusaDrafter(Drafter):
         rows = [self._last[sequence] for sequence in batch.sequences]
         blank = torch.zeros(self._hidden_size, dtype=self.lm_head.weight.dtype, device=batch.device)
         hidden = torch.stack([blank if row is None else row for row in rows])  # [B, E]
-        log_probs = self.head(hidden, self.lm_head)[:, :num_draft_tokens].float().log_softmax(-1)  # [B, K, V]
-        best = log_probs.topk(self.num_choices, dim=-1)
+        roots = self._embed(batch.roots)
+        log_probs = self.head(hidden, roots, self.lm_head)[:, :num_draft_tokens].float().log_softmax(-1)  # [B, K, V]
+        best = log_probs.topk(self.width, dim=-1)
         grower = TreeGrower(batch.roots, width=self.num_nodes)
         beam = 1
         for depth in range(best.values.shape[1]):
-            shape = (len(batch), beam, self.num_choices)
+            shape = (len(batch), beam, self.width)
             tokens, _ = grower.expand(best.indices[:, depth, None].expand(shape), best.values[:, depth, None].expand(shape))
             beam = tokens.shape[1]
         is_active = torch.tensor([row is not None for row in rows]).to(batch.device)

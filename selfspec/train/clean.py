@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from selfspec.train.conversations import Conversation, Report
@@ -77,13 +77,18 @@ def clean(
     *,
     excluded: Iterable[Conversation] = (),
     similarity: float = 0.8,
+    redact: Callable[[Conversation], Conversation] | None = None,
 ) -> Iterator[Conversation]:
-    """The conversations that are neither excluded nor nearly the same as an earlier one."""
+    """The conversations that are neither excluded nor nearly the same as an earlier one, redacted if that is asked for."""
     exclusion, duplicates = Exclusion(excluded), NearDuplicates(similarity)
     for conversation in conversations:
         if conversation in exclusion:
             report.skip("excluded", f"{conversation.id}: {conversation.user_turns[0][:80]}")
-        elif (other := duplicates.find(conversation)) is not None:
+            continue
+        # Evaluation prompts are known by their words; two that differ in nothing but a name become the same.
+        if redact is not None:
+            conversation = redact(conversation)
+        if (other := duplicates.find(conversation)) is not None:
             report.skip("near-duplicate", f"{conversation.id} of {other}")
         else:
             report.num_kept += 1

@@ -1,37 +1,45 @@
-"""What the recipes share: packed rows and a head in, a trained head with its card out.
+"""What the recipes share: settings and data in, a trained head with its card out.
 
-transformers' Trainer does the work (accelerate, schedules, clipping, mixed precision, checkpoints, resuming, trackers).
-Added here: the head alone is trained and saved, a loss that is not finite stops the run with its batch on disk, and every
-evaluation decodes held-out prompts for real and reports the acceptance length.
+transformers' Trainer does the work (accelerate, schedules, clipping, mixed precision, checkpoints, resuming, trackers);
+`selfspec.train.loop` has what it lacks. The head alone is trained, saved and pushed.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import transformers
 import yaml
-from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import AutoTokenizer, HfArgumentParser, TrainingArguments, set_seed
 
-from selfspec import SamplingParams, __version__, generate
+from selfspec import __version__
 from selfspec.drafters import Drafter
 from selfspec.heads.base import DraftHead
+from selfspec.prompts import read_prompts
 from selfspec.target import Target
+from selfspec.train.card import CardFacts, public_command, without_token, write_card
+from selfspec.train.checkpoints import PARTIAL, check_identity, last_checkpoint
 from selfspec.train.conversations import Report
+from selfspec.train.evaluation import AcceptanceReport, EvalPrompt, EvalPrompts, Evaluator, snapshot
+from selfspec.train.loop import EVAL_PREFIX, EvaluationCallback, HeadTrainer
 from selfspec.train.masking import tokenize_all, use_chat_template
 from selfspec.train.module import HeadTraining
 from selfspec.train.rows import PackedRows, pack
-from selfspec.train.sources import read_conversations
+from selfspec.train.sharding import load_sharded
+from selfspec.train.sources import SUFFIXES, read_conversations
 
 logger = logging.getLogger(__name__)
+
+HEAD_FOLDER = "head"
 
 
 @dataclass
@@ -41,8 +49,10 @@ class DataArgs:
     target: str = field(metadata={"help": "folder or Hub id of the frozen target"})
     train_file: str = field(metadata={"help": "conversations with the target's own answers, JSON lines"})
     held_out_file: str | None = field(default=None, metadata={"help": "conversations for evaluation"})
+    final_eval_file: str | None = field(default=None, metadata={"help": "prompt file for the last evaluation, for the card"})
     row_length: int = field(default=1024, metadata={"help": "tokens of a packed row"})
     target_dtype: str = field(default="auto", metadata={"help": "dtype of the frozen target"})
+    shard_target: bool = field(default=False, metadata={"help": "spread the target's layers over the processes"})
     chat_template: str | None = field(default=None, metadata={"help": "Jinja file, for a target without a template"})
     init_seed: int = field(default=0, metadata={"help": "seed of the head's weights (seed: of the data's order)"})
     num_eval_prompts: int = field(default=32, metadata={"help": "held-out prompts decoded at every evaluation"})
@@ -58,30 +68,63 @@ def parse(parser: HfArgumentParser, arguments: Sequence[str]) -> tuple[Any, ...]
             if isinstance(value, list):
                 flags += [f"--{key}", *map(str, value)]
         arguments = [*flags, *arguments[1:]]
-    return parser.parse_args_into_dataclasses(list(arguments))
+    parsed = parser.parse_args_into_dataclasses(list(arguments))
+    # A recipe is a program: what the library has to say is for its user, once.
+    is_main = all(part.process_index == 0 for part in parsed if isinstance(part, TrainingArguments))
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("selfspec").setLevel(logging.INFO if is_main else logging.ERROR)
+    return parsed
 
 
 def load_target(data: DataArgs, args: TrainingArguments) -> Target:
     """The frozen target on this process's device, its linear layers unpacked: losses differentiate through the LM head."""
-    target = Target.from_pretrained(data.target, dtype=data.target_dtype, device=args.device, use_packing=False)
-    use_chat_template(target.tokenizer, None if data.chat_template is None else Path(data.chat_template))
+    template = None if data.chat_template is None else Path(data.chat_template)
+    for name in ("train_file", "held_out_file", "final_eval_file", "chat_template"):
+        file = getattr(data, name)
+        # Conversations may come from the Hub, too; its names do not look like files.
+        may_be_id = name in ("train_file", "held_out_file") and Path(file or "").suffix not in SUFFIXES
+        if file is not None and not may_be_id and not Path(file).exists():
+            raise ValueError(f"{name}={file} does not exist: check the spelling")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs are visible to one process: start the recipe with accelerate launch, which gives each its "
+            "own, or choose one with CUDA_VISIBLE_DEVICES"
+        )
+    if Path(data.target).is_dir():
+        # Before its weights are read: they may take minutes. (What else may be wrong with it is `load_model`'s to say.)
+        use_chat_template(AutoTokenizer.from_pretrained(data.target), template)
+    if data.shard_target:
+        num_processes = args.world_size
+        target = load_sharded(data.target, dtype=data.target_dtype, device=args.device, num_processes=num_processes)
+    else:
+        target = Target.from_pretrained(data.target, dtype=data.target_dtype, device=args.device, use_packing=False)
+    use_chat_template(target.tokenizer, template)
     return target
 
 
-def load_rows(data: DataArgs, target: Target) -> tuple[PackedRows, list[list[int]]]:
-    """Packed training rows, and the held-out prompts to decode at evaluation."""
+def load_rows(data: DataArgs, target: Target) -> tuple[PackedRows, EvalPrompts]:
+    """Packed training rows, and the prompts to decode at evaluations."""
     report = Report()
     samples = tokenize_all(read_conversations([data.train_file], report), target.tokenizer, report)
     rows = pack(samples, data.row_length)
     logger.info("%d rows of %d tokens, %.1f %% full", len(rows), data.row_length, 100 * rows.fill_rate)
-    prompts: list[list[int]] = []
+    held_out: list[EvalPrompt] = []
     if data.held_out_file is not None:
         for conversation in read_conversations([data.held_out_file], Report()):
             first = [m for m in conversation.messages[:2] if m["role"] in ("system", "user")]
-            prompts.append(target.encode(first))
-    prompts = [ids for ids in prompts if len(ids) + data.num_eval_tokens < target.context_length]
-    step = max(1, len(prompts) // max(1, data.num_eval_prompts))
-    return rows, prompts[::step][: data.num_eval_prompts]
+            held_out.append(EvalPrompt(target.encode(first), conversation.category))
+    held_out = _fitting(held_out, data, target)
+    step = max(1, len(held_out) // max(1, data.num_eval_prompts))
+    held_out = held_out[::step][: data.num_eval_prompts]
+    final = held_out
+    if data.final_eval_file is not None:
+        prompts = read_prompts(Path(data.final_eval_file))
+        final = _fitting([EvalPrompt(target.encode(row.prompt), row.category) for row in prompts], data, target)
+    return rows, EvalPrompts(held_out, final)
+
+
+def _fitting(prompts: list[EvalPrompt], data: DataArgs, target: Target) -> list[EvalPrompt]:
+    return [prompt for prompt in prompts if len(prompt.token_ids) + data.num_eval_tokens < target.context_length]
 
 
 def frequent_tokens(rows: PackedRows, size: int, vocab_size: int) -> torch.Tensor:
@@ -93,55 +136,6 @@ def frequent_tokens(rows: PackedRows, size: int, vocab_size: int) -> torch.Tenso
     return chosen.sort().values
 
 
-class HeadTrainer(Trainer):
-    """A Trainer that logs each depth's accuracy and stops at a loss that is not finite."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        outputs = model(**inputs)
-        loss = outputs["loss"]
-        if not bool(torch.isfinite(loss)):
-            path = Path(self.args.output_dir) / "bad_batch.pt"
-            torch.save({name: value.cpu() for name, value in inputs.items()}, path)
-            raise FloatingPointError(f"the loss is {float(loss)} at step {self.state.global_step}: its batch is in {path}")
-        if self.state.global_step % self.args.logging_steps == 0 and self.model.training:
-            metrics = self.accelerator.unwrap_model(model).metrics
-            self._depth_metrics = {name: float(value) for name, value in metrics.items()}
-        return (loss, outputs) if return_outputs else loss
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if "loss" in logs:
-            logs = {**logs, **getattr(self, "_depth_metrics", {})}
-        super().log(logs, *args, **kwargs)
-
-
-class AcceptanceCallback(TrainerCallback):
-    """Decodes held-out prompts with the head as it is, every `eval_steps` steps."""
-
-    def __init__(self, evaluate: Callable[[], dict[str, float]]) -> None:
-        self.evaluate = evaluate
-        self.history: list[dict[str, float]] = []
-
-    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        every = args.eval_steps
-        if every and state.is_world_process_zero and state.global_step % int(every) == 0:
-            self.history.append({"step": state.global_step, **self.evaluate()})
-            logger.info("step %d: acceptance length %.3f", state.global_step, self.history[-1]["acceptance_length"])
-
-
-def acceptance(target: Target, drafter: Drafter, prompts: Sequence[list[int]], num_tokens: int) -> dict[str, float]:
-    """Real decoding, greedy: tokens per target pass, and how often a draft of each depth held once it was reached."""
-    completions = generate(
-        target,
-        prompts,
-        drafter=drafter,
-        sampling=SamplingParams(max_new_tokens=num_tokens),
-        batch_size=16,
-        use_cost_guard=False,
-    )
-    num_tokens_out = sum(len(c.token_ids) for c in completions)
-    return {"acceptance_length": num_tokens_out / sum(c.num_target_passes for c in completions)}
-
-
 def run(
     head: DraftHead,
     target: Target,
@@ -151,58 +145,121 @@ def run(
     num_steps: int,
     decay: float,
     make_drafter: Callable[[DraftHead], Drafter],
-    eval_prompts: Sequence[list[int]],
+    eval_prompts: EvalPrompts,
     num_eval_tokens: int,
     settings: dict[str, Any],
 ) -> dict[str, float]:
-    """Train, evaluate, save; returns the last evaluation.
+    """Train, evaluate, save, and push if asked to; returns the last evaluation.
 
     Raises:
-        ValueError: fewer rows than one batch, or an output folder that holds another run's checkpoint.
+        ValueError: fewer rows than one batch, an output folder that another head or target began, or a Hub that does not
+            take the head (which is then in the output folder).
     """
+    output_dir = Path(args.output_dir)
     per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     if len(rows) < per_step:
         raise ValueError(
             f"{len(rows)} packed rows are fewer than the {per_step} of one step: use smaller batches or more data"
         )
+    check_identity(output_dir, head.config, is_writer=args.should_save)
+    if args.should_save:
+        shutil.rmtree(output_dir / PARTIAL, ignore_errors=True)
     set_seed(args.seed)
     # Rows are mappings of tensors already, and none of their columns may be dropped.
     args.remove_unused_columns = False
     args.label_names = []
-    evaluation = AcceptanceCallback(lambda: _evaluate(head, target, make_drafter, eval_prompts, num_eval_tokens))
-    training = HeadTraining(head, target, num_steps=num_steps, decay=decay)
-    trainer = HeadTrainer(model=training, args=args, train_dataset=rows, callbacks=[evaluation] if eval_prompts else [])
-    last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
-    result = trainer.train(resume_from_checkpoint=last)
-    if not trainer.is_world_process_zero():
+    # Steps of one size, so that an epoch has as many of them on any number of processes.
+    args.dataloader_drop_last = True
+    # All weights of a head take part in every loss.
+    args.ddp_find_unused_parameters = False
+    # The head's folder goes to the Hub, not the Trainer's checkpoints.
+    wants_push, args.push_to_hub = args.push_to_hub, False
+
+    evaluator = Evaluator(head, target, make_drafter, num_eval_tokens)
+    is_sharded = settings["data"]["shard_target"]
+    trainer = HeadTrainer(model=HeadTraining(head, target, num_steps=num_steps, decay=decay), args=args, train_dataset=rows)
+    if eval_prompts.held_out:
+        trainer.add_callback(EvaluationCallback(trainer, evaluator, eval_prompts.held_out, on_all=is_sharded))
+    last = last_checkpoint(output_dir)
+    result = trainer.train(resume_from_checkpoint=None if last is None else str(last))
+
+    is_main = trainer.is_world_process_zero()
+    final = evaluator(eval_prompts.final, is_decoding=is_sharded or is_main) if eval_prompts.final else None
+    trained = snapshot(head)
+    if not is_main:
         return {}
-    final = _evaluate(head, target, make_drafter, eval_prompts, num_eval_tokens) if eval_prompts else {}
-    directory = Path(args.output_dir) / "head"
-    head.save_pretrained(directory, dtype=torch.bfloat16)
+    directory = output_dir / HEAD_FOLDER
+    trained.save_pretrained(directory, dtype=torch.bfloat16)
     record = {
-        "command": " ".join(sys.argv),
-        "versions": {"selfspec": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "command": " ".join(without_token(sys.argv)),
+        "versions": _versions(),
         "settings": settings,
         "training": args.to_dict(),
         "num_rows": len(rows),
         "num_tokens": rows.num_tokens,
         "metrics": result.metrics,
-        "history": evaluation.history,
-        "final": final,
+        "history": _history(trainer.state.log_history),
+        "final": {} if final is None else final.record(),
     }
-    (Path(args.output_dir) / "run.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
-    return final
+    (output_dir / "run.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
+    write_card(directory, _card_facts(trained, target, rows, trainer, final, num_eval_tokens, settings))
+    logger.info("serve it: selfspec generate --target %s --drafter %s:%s …", target.name, head.config.head_type, directory)
+    if wants_push:
+        repo_id = args.hub_model_id or output_dir.resolve().name
+        url = trained.push_to_hub(repo_id, directory=directory, token=args.hub_token, private=bool(args.hub_private_repo))
+        logger.info("the head is at %s", url)
+    return {} if final is None else final.record()
 
 
-def _evaluate(
+def _versions() -> dict[str, str]:
+    return {"selfspec": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def _history(log_history: list[dict[str, float]]) -> list[dict[str, float]]:
+    """The evaluations so far, those before a restart included."""
+    return [
+        {"step": entry["step"]} | {k.removeprefix(EVAL_PREFIX): v for k, v in entry.items() if k.startswith(EVAL_PREFIX)}
+        for entry in log_history
+        if f"{EVAL_PREFIX}acceptance_length" in entry
+    ]
+
+
+def _card_facts(
     head: DraftHead,
     target: Target,
-    make_drafter: Callable[[DraftHead], Drafter],
-    prompts: Sequence[list[int]],
-    num_tokens: int,
-) -> dict[str, float]:
-    """Serve a copy of the head as it stands; the one in training keeps its dtype and mode."""
-    twin = type(head)(head.config)
-    twin.load_state_dict(head.state_dict())
-    drafter = make_drafter(twin.eval().requires_grad_(False))
-    return acceptance(target, drafter, prompts, num_tokens)
+    rows: PackedRows,
+    trainer: HeadTrainer,
+    final: AcceptanceReport | None,
+    num_eval_tokens: int,
+    settings: dict[str, Any],
+) -> CardFacts:
+    data, args, state = settings["data"], trainer.args, trainer.state
+    num_devices = args.world_size
+    device = torch.cuda.get_device_name() if args.device.type == "cuda" else "CPU"
+    training = {
+        "steps": f"{state.global_step:,} of {trainer.tokens_per_step:,} tokens",
+        "device": f"{num_devices} × {device}",
+    }
+    speeds = [entry["tokens_per_second"] for entry in state.log_history if "tokens_per_second" in entry]
+    peaks = [entry["peak_memory_gib"] for entry in state.log_history if "peak_memory_gib" in entry]
+    if speeds:
+        training["speed"] = f"{median(speeds):,.0f} tokens/s, evaluation not counted"
+    if peaks:
+        training["peak memory"] = f"{max(peaks):.1f} GiB, evaluation included"
+    eval_file = data["final_eval_file"] or data["held_out_file"]
+    return CardFacts(
+        kind=head.config.head_type,
+        target=Path(target.name).name if Path(target.name).exists() else target.name,
+        num_parameters=head.num_parameters,
+        data={
+            "file": Path(data["train_file"]).name,
+            "rows": f"{len(rows):,} of {rows.input_ids.shape[1]:,} tokens",
+            "tokens": f"{rows.num_tokens:,}, of them {int(rows.loss_mask.sum()):,} in answers",
+        },
+        training=training,
+        acceptance=final,
+        eval_file=None if eval_file is None else Path(eval_file).name,
+        num_eval_tokens=num_eval_tokens,
+        command=public_command(sys.argv),
+        versions=_versions(),
+    )

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from selfspec.data_cli import CleanOptions, WritingOptions
 from selfspec.train.clean import Exclusion, NearDuplicates, clean, is_held_out
 from selfspec.train.conversations import Conversation, Report
 
@@ -78,6 +79,10 @@ def test_held_out_part_is_the_same_whatever_the_answers_and_the_share():
 def test_refusals(monkeypatch):
     with pytest.raises(ValueError, match="similarity=0"):
         NearDuplicates(0)
+    with pytest.raises(ValueError, match=r"held_out=1\.5 is not allowed"):
+        CleanOptions(held_out=1.5)
+    with pytest.raises(ValueError, match="batch_size=0 is not allowed"):
+        WritingOptions(batch_size=0)
     monkeypatch.setitem(sys.modules, "datasketch", None)
     with pytest.raises(ValueError, match=r"pip install 'selfspec\[train\]'"):
         NearDuplicates()

@@ -2,74 +2,35 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from transformers import TrainingArguments
 
 from selfspec import SamplingParams, Target, generate, load_drafter
 
 pytest.importorskip("accelerate", reason="training needs accelerate: pip install 'selfspec[train]'")
+
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def recipe(kind: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"train_{kind}", ROOT / "recipes" / f"train_{kind}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up there.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    file = tmp_path / "train.jsonl"
-    rows = [
-        {
-            "id": str(i),
-            "messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "the cat sat"}],
-        }
-        for i in range(60)
-    ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
-def flags(target: Path, data: Path, output: Path) -> list[str]:
-    settings = {
-        "target": target,
-        "train_file": data,
-        "held_out_file": data,
-        "output_dir": output,
-        "row_length": 64,
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-3,
-        "logging_steps": 2,
-        "save_steps": 2,
-        "eval_steps": 2,
-        "num_eval_prompts": 2,
-        "num_eval_tokens": 8,
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
-    return [f"--{name}={value}" for name, value in settings.items()]
+Recipe = Callable[[str], ModuleType]
+Flags = Callable[..., list[str]]
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
-def test_a_recipe_trains_a_head_that_serving_loads(kind: str, tiny_target_dir: Path, data: Path, tmp_path: Path) -> None:
+def test_a_recipe_trains_a_head_that_serving_loads(
+    kind: str, recipe: Recipe, flags: Flags, tiny_target_dir: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "run"
     shape = ["--feature_layers", "0", "1", "2", "--draft_vocab_size", "64"] if kind == "eagle" else []
-    final = recipe(kind).main([*flags(tiny_target_dir, data, output), *shape])
+    final = recipe(kind).main([*flags(output), *shape])
     assert final["acceptance_length"] >= 1
-    record = json.loads((output / "run.json").read_text())
-    assert [entry["step"] for entry in record["history"]] == [2, 4]
+    history = json.loads((output / "run.json").read_text())["history"]
+    assert [entry["step"] for entry in history] == [2, 4]
     target = Target.from_pretrained(tiny_target_dir)
     drafter = load_drafter(f"{kind}:{output / 'head'}", target)
     sampling = SamplingParams(max_new_tokens=16)
@@ -77,19 +38,86 @@ def test_a_recipe_trains_a_head_that_serving_loads(kind: str, tiny_target_dir: P
     assert generate(target, ["the dog"], drafter=drafter, sampling=sampling)[0].token_ids == expected
     # The same line again finds its work done and changes nothing.
     before = (output / "head" / "model.safetensors").read_bytes()
-    recipe(kind).main([*flags(tiny_target_dir, data, output), *shape])
+    recipe(kind).main([*flags(output), *shape])
     assert (output / "head" / "model.safetensors").read_bytes() == before
+    assert json.loads((output / "run.json").read_text())["history"] == history
 
 
-def test_fewer_rows_than_a_batch_is_one_sentence(tiny_target_dir: Path, data: Path, tmp_path: Path) -> None:
-    arguments = [*flags(tiny_target_dir, data, tmp_path / "run"), "--gradient_accumulation_steps=500"]
-    with pytest.raises(ValueError, match="fewer than the 1000 of one step"):
-        recipe("medusa").main(arguments)
-
-
-def test_a_yaml_file_and_flags_that_override_it(tiny_target_dir: Path, data: Path, tmp_path: Path) -> None:
+def test_a_yaml_file_and_flags_that_override_it(recipe: Recipe, flags: Flags, tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
-    lines = [flag.removeprefix("--").replace("=", ": ", 1) for flag in flags(tiny_target_dir, data, tmp_path / "run")]
+    lines = [flag.removeprefix("--").replace("=", ": ", 1) for flag in flags(tmp_path / "run")]
     config.write_text("\n".join(lines) + "\nnum_heads: 2\n")
     recipe("medusa").main([str(config), "--num_heads=3", "--max_steps=1"])
     assert json.loads((tmp_path / "run" / "head" / "config.json").read_text())["num_heads"] == 3
+
+
+def test_fewer_rows_than_a_batch_is_one_sentence(recipe: Recipe, flags: Flags, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="fewer than the 1000 of one step"):
+        recipe("medusa").main(flags(tmp_path / "run", gradient_accumulation_steps=500))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_target_without_a_chat_template_is_one_sentence(
+    recipe: Recipe, flags: Flags, tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, template = tmp_path / "plain", tmp_path / "template.jinja"
+    shutil.copytree(tiny_target_dir, plain)
+    (plain / "chat_template.jinja").rename(template)
+    with monkeypatch.context() as patch:
+        # It is said before the weights are read.
+        patch.setattr(Target, "from_pretrained", None)
+        with pytest.raises(ValueError, match="has no chat template: give it one with --chat.template FILE"):
+            recipe("medusa").main(flags(tmp_path / "run", target=plain))
+    recipe("medusa").main(flags(tmp_path / "run", target=plain, chat_template=template, max_steps=1))
+    assert (tmp_path / "run" / "head" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "extra", "sentence"),
+    [
+        ({"train_file": "absent.jsonl"}, [], r"^train_file=absent.jsonl does not exist: check the spelling$"),
+        ({"final_eval_file": "absent.jsonl"}, [], r"^final_eval_file=absent.jsonl does not exist: check the spelling$"),
+        ({"shard_target": True}, [], r"^shard_target needs several processes: start the recipe with accelerate launch"),
+        ({}, ["--feature_layers", "0", "9"], r"^feature_layers=\(0, 9\): tiny-target0 has hidden states 0 to 2$"),
+        ({}, ["--feature_layers", "1", "1"], r"^feature_layers=\(1, 1\) must name at least one layer, none twice$"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_one_sentence(
+    changes: dict[str, Any], extra: list[str], sentence: str, recipe: Recipe, flags: Flags, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        recipe("eagle").main([*flags(tmp_path / "run", **changes), *extra])
+    assert not (tmp_path / "run").exists()
+
+
+def test_several_gpus_without_a_launcher_are_one_sentence(
+    recipe: Recipe, flags: Flags, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(ValueError, match="^2 GPUs are visible to one process: start the recipe with accelerate launch"):
+        recipe("medusa").main(flags(tmp_path / "run"))
+
+
+def test_no_answer_to_train_on_is_one_sentence(recipe: Recipe, flags: Flags, data: Path, tmp_path: Path) -> None:
+    data.write_text(json.dumps({"id": "a", "messages": [{"role": "user", "content": "say it"}]}) + "\n")
+    with pytest.raises(ValueError, match=r"^no conversation has an assistant token to train on: "):
+        recipe("medusa").main(flags(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_terminal_sees_the_progress(
+    recipe: Recipe, flags: Flags, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe("medusa").main([flag for flag in flags(tmp_path / "run") if "disable_tqdm" not in flag])
+    assert "4/4 [" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_accelerate_knows_every_key_of_the_launch_files(name: str) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    config = load_config_from_file(str(ROOT / "recipes" / "configs" / "accelerate" / f"{name}.yaml"))
+    assert config.num_processes == 2 and config.distributed_type == {"ddp": "MULTI_GPU", "fsdp": "FSDP"}[name]
+    known = vars(launch_command_parser().parse_args(["script.py"]))
+    assert set(config.fsdp_config) <= set(known) and bool(config.fsdp_config) == (name == "fsdp")

@@ -1,0 +1,65 @@
+"""Distil a draft model of a few layers from a frozen target, whose embedding and LM head it shares.
+
+    accelerate launch recipes/distill_draft.py recipes/configs/draft_smollm2.yaml
+
+or with every setting as a flag: `--target PATH_OR_ID --train_file train.jsonl --output_dir runs/draft --blocks 0 1 2 3`,
+then any of transformers' training arguments. Run again with the same output folder, it goes on from the last checkpoint.
+The layers land in OUTPUT_DIR/head: `selfspec generate --drafter draft_model:OUTPUT_DIR/head`; with `--save_model` a whole
+model, for any engine, is written to OUTPUT_DIR/model.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import HfArgumentParser, TrainingArguments
+
+from selfspec.drafters import drafter_of
+from selfspec.heads.early_exit import DistilledDraft
+from selfspec.hub import identity
+from selfspec.train.trainer import DataArgs, load_rows, load_target, parse, run
+
+
+@dataclass
+class DraftArgs:
+    """The draft's shape, and what is written of it."""
+
+    blocks: list[int] = field(
+        default_factory=lambda: [0, 1, 2, 3], metadata={"help": "layers of the target that the draft's start from"}
+    )
+    save_model: bool = field(default=False, metadata={"help": "also write it as a transformers model, embedding included"})
+
+
+def main(arguments: list[str] | None = None) -> dict[str, float]:
+    parser = HfArgumentParser((DataArgs, DraftArgs, TrainingArguments))
+    data, shape, args = parse(parser, sys.argv[1:] if arguments is None else arguments)
+
+    target = load_target(data, args)
+    rows, eval_prompts = load_rows(data, target)
+    torch.manual_seed(data.init_seed)
+    head = DistilledDraft.for_target(identity(target), target.model, blocks=tuple(shape.blocks))
+    head.to(target.device)
+    result = run(
+        head,
+        target,
+        rows,
+        args,
+        num_steps=1,
+        decay=1.0,
+        make_drafter=lambda twin: drafter_of(twin, target, num_draft_tokens=5, num_nodes=24, width=4),
+        eval_prompts=eval_prompts,
+        num_eval_tokens=data.num_eval_tokens,
+        settings={"data": asdict(data), "head": asdict(shape)},
+    )
+    if shape.save_model and args.should_save:
+        directory = Path(args.output_dir) / "model"
+        head.to(target.dtype).student(target.model).save_pretrained(directory)
+        target.tokenizer.save_pretrained(directory)
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Train an early-exit head for a frozen target: blocks on top of its first layers, and perhaps LoRA on those.
+
+    accelerate launch recipes/train_early_exit.py recipes/configs/early_exit_smollm2.yaml
+
+or with every setting as a flag: `--target PATH_OR_ID --train_file train.jsonl --output_dir runs/early_exit --exit_layer 8`,
+then any of transformers' training arguments. Run again with the same output folder, it goes on from the last checkpoint. The
+head lands in OUTPUT_DIR/head: `selfspec generate --drafter early_exit:OUTPUT_DIR/head`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass, field
+
+import torch
+from transformers import HfArgumentParser, TrainingArguments
+
+from selfspec.drafters import drafter_of
+from selfspec.heads.early_exit import EarlyExitHead
+from selfspec.hub import identity
+from selfspec.train.trainer import DataArgs, load_rows, load_target, parse, run
+
+
+@dataclass
+class EarlyExitArgs:
+    """The head's shape, and how it is trained."""
+
+    exit_layer: int = field(metadata={"help": "how many of the target's layers draft"})
+    blocks: list[int] | None = field(
+        default=None, metadata={"help": "layers of the target that the blocks start from; its last by default"}
+    )
+    lora_rank: int = field(default=0, metadata={"help": "LoRA on the first layers; 0 shares their KV with verification"})
+    lora_alpha: float = field(default=32.0, metadata={"help": "LoRA's scale, over the rank"})
+
+
+def main(arguments: list[str] | None = None) -> dict[str, float]:
+    parser = HfArgumentParser((DataArgs, EarlyExitArgs, TrainingArguments))
+    data, shape, args = parse(parser, sys.argv[1:] if arguments is None else arguments)
+
+    target = load_target(data, args)
+    rows, eval_prompts = load_rows(data, target)
+    torch.manual_seed(data.init_seed)
+    head = EarlyExitHead.for_target(
+        identity(target),
+        target.model,
+        exit_layer=shape.exit_layer,
+        blocks=tuple([target.num_layers - 1] if shape.blocks is None else shape.blocks),
+        lora_rank=shape.lora_rank,
+        lora_alpha=shape.lora_alpha,
+    )
+    head.to(target.device)
+    return run(
+        head,
+        target,
+        rows,
+        args,
+        num_steps=1,
+        decay=1.0,
+        make_drafter=lambda twin: drafter_of(twin, target, num_draft_tokens=5, num_nodes=24, width=4),
+        eval_prompts=eval_prompts,
+        num_eval_tokens=data.num_eval_tokens,
+        settings={"data": asdict(data), "head": asdict(shape)},
+    )
+
+
+if __name__ == "__main__":
+    main()

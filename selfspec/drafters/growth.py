@@ -1,0 +1,96 @@
+"""Growing a tree with a model that drafts one depth a pass: the loop that EAGLE, draft models and early exit share.
+
+The nodes that a pass computes are scratch entries of the drafter's own cache, one layer of the tree after the other. Unlike
+a verified tree they may have no root among them: the first layer then hangs on the prefix's last entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from selfspec.tree import CandidateTree, TreeGrower
+
+# (all nodes so far, how many of them are new, each new node's parent [B, W] within the layer before) -> logits [B, W, V].
+Pass = Callable[[CandidateTree, int, torch.Tensor], torch.Tensor]
+
+
+def grow(
+    roots: torch.Tensor,
+    logits: torch.Tensor,
+    run: Pass,
+    *,
+    depth: int,
+    width: int,
+    num_nodes: int,
+    token_ids: torch.Tensor | None = None,
+) -> CandidateTree:
+    """The best `num_nodes` candidates after `depth` layers of at most `width` nodes each.
+
+    Args:
+        roots: [B].
+        logits: [B, 1, V] of the root's children.
+        run: one pass over the newest layer.
+        token_ids: [V] the target's id of each drafted one, where they differ.
+    """
+    grower = TreeGrower(roots, width)
+    nodes: CandidateTree | None = None
+    width_before = 1
+    for at in range(1, depth + 1):
+        tokens, parent = expand(grower, logits, width, token_ids)
+        if at < depth:
+            nodes = append(nodes, tokens, parent, width_before=width_before)
+            width_before = tokens.shape[1]
+            logits = run(nodes, width_before, parent)
+    return grower.tree(num_nodes)
+
+
+def expand(
+    grower: TreeGrower, logits: torch.Tensor, width: int, token_ids: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let the grower's beam have the `width` likeliest children each; see `TreeGrower.expand`."""
+    best = logits.float().log_softmax(-1).topk(min(width, logits.shape[-1]), dim=-1)
+    return grower.expand(best.indices if token_ids is None else token_ids[best.indices], best.values)
+
+
+def append(
+    nodes: CandidateTree | None,
+    tokens: torch.Tensor,
+    parent: torch.Tensor,
+    *,
+    width_before: int,
+    scores: torch.Tensor | None = None,
+) -> CandidateTree:
+    """The nodes with one more layer: `parent [B, W]` counts within the layer before, of `width_before` nodes."""
+    if nodes is None:
+        return CandidateTree(tokens, torch.full_like(tokens, -1), torch.zeros_like(tokens), max_depth=0, scores=scores)
+    depth = nodes.max_depth + 1
+    return CandidateTree(
+        tokens=torch.cat([nodes.tokens, tokens], dim=1),
+        parents=torch.cat([nodes.parents, parent + nodes.num_nodes - width_before], dim=1),
+        depths=torch.cat([nodes.depths, torch.full_like(tokens, depth)], dim=1),
+        max_depth=depth,
+        scores=None if nodes.scores is None or scores is None else torch.cat([nodes.scores, scores], dim=1),
+    )
+
+
+def spread(tree: CandidateTree, roots: torch.Tensor, index: torch.Tensor) -> CandidateTree:
+    """A tree of the rows `index` as one of all: the others get their root alone."""
+    B, N = len(roots), tree.num_nodes
+    if len(index) == B:
+        return tree
+
+    def put(values: torch.Tensor, filler: float) -> torch.Tensor:
+        return values.new_full((B, N), filler).index_copy_(0, index, values)
+
+    tokens = put(tree.tokens, -1)
+    tokens[:, 0] = roots
+    assert tree.scores is not None
+    return CandidateTree(
+        tokens=tokens,
+        parents=put(tree.parents, -1),
+        depths=put(tree.depths, 0),
+        max_depth=tree.max_depth,
+        scores=put(tree.scores, 0.0),
+    )

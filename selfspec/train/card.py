@@ -1,0 +1,100 @@
+"""The model card of a trained head: what it drafts for, what it was trained on, how much of its drafts is accepted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from selfspec.train.evaluation import AcceptanceReport
+
+CARD_NAME = "README.md"
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a card says.
+
+    Attributes:
+        kind: the head's type, as in `--drafter KIND:PATH`.
+        target: Hub id of the target, or the name of its folder.
+        data: what it was trained on, one line of a list each; so is `training`.
+        data_files, eval_file: names without their folders.
+        command: the line that trained it.
+        versions: of the packages that matter, by name.
+    """
+
+    kind: str
+    target: str
+    num_parameters: int
+    data: dict[str, str]
+    training: dict[str, str]
+    acceptance: AcceptanceReport | None
+    eval_file: str | None
+    num_eval_tokens: int
+    command: str
+    versions: dict[str, str]
+
+
+def write_card(directory: Path, facts: CardFacts) -> None:
+    """Write the card into a head's folder."""
+    data = ModelCardData(
+        library_name="selfspec",
+        base_model=facts.target,
+        base_model_relation="adapter",
+        tags=["selfspec", "speculative-decoding", facts.kind],
+    )
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_body(facts)}").save(directory / CARD_NAME)
+
+
+def without_token(arguments: Sequence[str]) -> list[str]:
+    """A command line as it may be written down: nobody's access token is in it."""
+    hidden = ["…" if re.fullmatch("--hub.token", before) else now for before, now in pairwise(["", *arguments])]
+    return [re.sub("^(--hub.token=).*", r"\1…", argument) for argument in hidden]
+
+
+def public_command(arguments: Sequence[str]) -> str:
+    """A command line as others may see it: without a token, and without the folders of the machine it ran on."""
+    parts = [argument.rpartition("=") for argument in without_token(arguments)]
+    return " ".join(
+        name + equals + (Path(value).name if Path(value).is_absolute() else value) for name, equals, value in parts
+    )
+
+
+def _body(facts: CardFacts) -> str:
+    title = re.sub(r".*/", "", facts.target)
+    sections = [
+        f"# {facts.kind} head for {title}",
+        f"A draft head of {facts.num_parameters / 1e6:.1f}M parameters for speculative decoding with selfspec. The target's "
+        "output stays the same; the head makes it emit several tokens per pass.",
+        f"    selfspec generate --target {facts.target} --drafter {facts.kind}:PATH_OR_ID_OF_THIS_HEAD \\\n"
+        "        --prompt-file prompts.jsonl --output out.jsonl",
+        "## Training data\n\n" + _list(facts.data),
+        "## Training\n\n" + _list(facts.training) + f"\n\n    {facts.command}",
+    ]
+    if facts.acceptance is not None:
+        sections.append("## Acceptance\n\n" + _acceptance(facts.acceptance, facts))
+    sections.append("Versions: " + ", ".join(f"{name} {version}" for name, version in facts.versions.items()) + ".")
+    return "\n\n".join(sections) + "\n"
+
+
+def _acceptance(report: AcceptanceReport, facts: CardFacts) -> str:
+    lengths = "\n".join(f"| {task} | {length:.2f} |" for task, length in sorted(report.lengths.items()))
+    depths = " | ".join(str(depth) for depth in range(1, len(report.rates) + 1))
+    rates = " | ".join(f"{rate:.2f}" for rate in report.rates)
+    return (
+        f"{report.num_prompts} prompts of {facts.eval_file}, greedy, at most {facts.num_eval_tokens} tokens each "
+        f"({report.num_tokens} in all).\n\n"
+        "Acceptance length: tokens emitted per target pass, the bonus token included.\n\n"
+        f"| prompts | acceptance length |\n| --- | --- |\n| all | {report.length:.2f} |\n{lengths}".rstrip()
+        + "\n\nAcceptance rate: of the passes that drafted to a depth, the share that accepted at least as many tokens.\n\n"
+        f"| depth | {depths} |\n| --- |{' --- |' * len(report.rates)}\n| acceptance rate | {rates} |"
+    )
+
+
+def _list(items: dict[str, str]) -> str:
+    return "\n".join(f"* {name}: {value}" for name, value in items.items())

@@ -1,0 +1,108 @@
+"""What a head is worth: prompts decoded for real, greedily, and how deep its drafts held."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from selfspec.config import SamplingParams
+from selfspec.decode import decode
+from selfspec.drafters import Drafter
+from selfspec.heads.base import DraftHead
+from selfspec.planner import Planner
+from selfspec.sequence import Request
+from selfspec.target import Target
+
+BATCH_SIZE = 16
+
+
+@dataclass(frozen=True)
+class EvalPrompt:
+    """A prompt to decode, and the task it belongs to."""
+
+    token_ids: list[int]
+    category: str | None = None
+
+
+@dataclass(frozen=True)
+class EvalPrompts:
+    """Those decoded at every evaluation during training, and those of the last one; the same if there are no others."""
+
+    held_out: list[EvalPrompt]
+    final: list[EvalPrompt]
+
+
+@dataclass(frozen=True)
+class AcceptanceReport:
+    """How well a head drafts.
+
+    Attributes:
+        length: acceptance length, tokens emitted per target pass, the bonus token included.
+        rates: for each depth d from 1 on, of the passes that drafted d deep, the share that accepted at least d tokens.
+        lengths: acceptance length of each task, where the prompts name one.
+    """
+
+    num_prompts: int
+    num_tokens: int
+    length: float
+    rates: list[float]
+    lengths: dict[str, float] = field(default_factory=dict)
+
+    def record(self) -> dict[str, float]:
+        """One number a name, as trackers and the history have it."""
+        record = {"acceptance_length": self.length}
+        record |= {f"acceptance_rate_{depth}": rate for depth, rate in enumerate(self.rates, start=1)}
+        return record | {f"acceptance_length_{task}": length for task, length in self.lengths.items()}
+
+
+def acceptance(target: Target, drafter: Drafter, prompts: Sequence[EvalPrompt], num_tokens: int) -> AcceptanceReport:
+    """Decode at most `num_tokens` for each prompt, always drafting all that the drafter can."""
+    sampling = SamplingParams(max_new_tokens=num_tokens)
+    requests = [Request(prompt.token_ids, sampling, index) for index, prompt in enumerate(prompts)]
+    num_emitted, num_passes = Counter[str | None](), Counter[str | None]()
+    num_drafted, num_accepted = Counter[int](), Counter[int]()
+    for step in decode(target, requests, drafter=drafter, max_batch=BATCH_SIZE, planner=Planner(is_active=False)):
+        reached = torch.stack([step.tree.depths.amax(1), step.acceptance.num_accepted], dim=1).tolist()
+        for sequence, emitted, (depth, accepted) in zip(step.sequences, step.emitted, reached, strict=True):
+            task = prompts[sequence.request.index].category
+            num_emitted[task] += len(emitted)
+            num_passes[task] += 1
+            num_drafted.update(range(1, depth + 1))
+            num_accepted.update(range(1, accepted + 1))
+    return AcceptanceReport(
+        num_prompts=len(prompts),
+        num_tokens=num_emitted.total(),
+        length=num_emitted.total() / num_passes.total(),
+        rates=[num_accepted[depth] / num_drafted[depth] for depth in sorted(num_drafted)],
+        lengths={task: num_emitted[task] / num_passes[task] for task in num_passes if task is not None},
+    )
+
+
+@torch.no_grad()
+def snapshot(head: DraftHead) -> DraftHead:
+    """A copy of the head as it stands, to serve or to save; where it is sharded, all processes must take part."""
+    # Its first weights are overwritten: drawing them must not move the training's random numbers on.
+    with torch.random.fork_rng(devices=[]):
+        twin = type(head)(head.config)
+    weights = head.weights().items()
+    twin.load_weights({name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in weights})
+    return twin.eval().requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Decodes with a copy of the head in training, whose weights, dtype and mode stay as they are."""
+
+    head: DraftHead
+    target: Target
+    make_drafter: Callable[[DraftHead], Drafter]
+    num_tokens: int
+
+    def __call__(self, prompts: Sequence[EvalPrompt], *, is_decoding: bool = True) -> AcceptanceReport | None:
+        """The report; None on a process that only lends its part of a sharded head."""
+        twin = snapshot(self.head)
+        return acceptance(self.target, self.make_drafter(twin), prompts, self.num_tokens) if is_decoding else None

@@ -1,0 +1,47 @@
+"""A frozen target spread over the processes, for one that does not fit a device.
+
+Every decoder layer is sharded with FSDP2 and gathered for its own forward. Embedding, final norm and LM head, which losses
+and drafters call by themselves, are whole on every device. Gathering binds the processes together: all must run the target
+the same number of times, evaluation included.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers import AutoConfig
+
+from selfspec.heads.stack import decoder_layers
+from selfspec.loading import load_model, resolve_dtype
+from selfspec.target import Target
+
+
+def load_sharded(source: str, *, dtype: str, device: torch.device, num_processes: int) -> Target:
+    """The target with its decoder layers sharded over all processes; each reads it into host memory on the way.
+
+    Raises:
+        ValueError: there is one process only, or what `load_model` refuses.
+    """
+    if num_processes < 2:
+        raise ValueError("shard_target needs several processes: start the recipe with accelerate launch --num_processes N")
+    # As on the device itself: on the CPU, where it is loaded first, `auto` would be float32.
+    resolved = resolve_dtype(dtype, AutoConfig.from_pretrained(source), device)
+    model, tokenizer = load_model(source, dtype=resolved, device="cpu", use_packing=False)
+    mesh = init_device_mesh(device.type, (num_processes,))
+    for layer in decoder_layers(model)[1]:
+        # Each layer is a root of its own, and FSDP keeps a root gathered unless told otherwise.
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        layer.register_forward_pre_hook(_gather, prepend=True)
+    return Target(model.to(device), tokenizer, name=source)
+
+
+def _gather(layer: nn.Module, args: object) -> None:
+    """Gather a layer before FSDP's own hook would, and never in inference mode.
+
+    Decoding runs in inference mode and training does not, and FSDP keeps one buffer for both.
+    """
+    assert isinstance(layer, FSDPModule)
+    with torch.inference_mode(False), torch.no_grad():
+        layer.unshard()

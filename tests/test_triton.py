@@ -1,0 +1,316 @@
+"""Triton kernels against their twins: compiled where there is a CUDA device, elsewhere in Triton's interpreter.
+
+The interpreter shows the logic, not the device's rounding: the tests marked `gpu` add real sizes, and equality of bits.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from kernel_cases import BLOCK_SIZE, PARENTS, Case, make_case
+
+from selfspec.kernels import tree_attention as tree_attention_file
+from selfspec.kernels.kv_compaction import MAX_PATH, launch_kv_compaction
+from selfspec.kernels.reference import kv_compaction_reference, row_argmax_reference, tree_accept_reference
+from selfspec.kernels.row_argmax import BLOCK_V, launch_row_argmax
+from selfspec.kernels.tree_accept import launch_tree_accept
+from selfspec.kernels.tree_attention import TreeLayout, launch_tree_attention
+from selfspec.tree import from_parents
+
+pytest.importorskip("triton", reason="Triton is not installed")
+HAS_CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_CUDA else "cpu"
+pytestmark = pytest.mark.skipif(
+    not HAS_CUDA and os.environ.get("TRITON_INTERPRET") != "1",
+    reason="no CUDA device, and TRITON_INTERPRET=1 was not set before triton was imported",
+)
+
+# In float32 the exponentials of two libraries differ in the last place and long sums add up in another order. Low precision
+# rounds the probabilities and the output, 11 bits and 8, of values of unit variance.
+TOLERANCES = {
+    torch.float32: {"atol": 1e-5, "rtol": 1e-4},
+    torch.float16: {"atol": 3e-3, "rtol": 3e-3},
+    torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2},
+}
+# The interpreter multiplies bfloat16's bit patterns as integers.
+DTYPES = [torch.float32, torch.bfloat16 if HAS_CUDA else torch.float16]
+# Query heads, key-value heads, key dim, value dim. In the interpreter a program takes milliseconds.
+SMALL_HEADS = {"multi-head": (2, 2, 16, 16), "grouped": (3, 1, 8, 8), "unequal": (4, 2, 12, 5)}
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_outputs() -> Iterator[None]:
+    """`torch.empty` comes filled with NaN or the greatest integer: what a kernel leaves unwritten shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3, device=DEVICE).new_empty(2).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def _small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many splits and tiles in short texts."""
+    monkeypatch.setattr(tree_attention_file, "SPLIT", 32)
+    monkeypatch.setattr(tree_attention_file, "TILE", (16, 16))
+    monkeypatch.setattr(tree_attention_file, "FLOAT32_TILE", (16, 16))
+    monkeypatch.setattr(tree_attention_file, "BLOCK_P", 2)
+    monkeypatch.setattr(tree_attention_file, "MAX_NODES", 5)
+
+
+def assert_equals_twin(case: Case, **options: object) -> None:
+    out = case.run_kernel(**options)
+    expected = case.run_reference(**options)
+    assert out.shape == expected.shape and out.dtype == expected.dtype
+    if case.layout.is_chain:
+        # Of a chain's padding only finiteness is promised.
+        assert out.isfinite().all()
+        is_real = case.layout.depths == torch.arange(out.shape[1], device=DEVICE)
+        out, expected = out[is_real], expected[is_real]
+    torch.testing.assert_close(out, expected, **TOLERANCES[case.query.dtype])
+
+
+@pytest.mark.usefixtures("_small_splits")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tree", PARENTS)
+@pytest.mark.parametrize("lengths", [[0, 21], [31], [90]], ids=str)
+def test_tree_attention_equals_its_twin(lengths: list[int], tree: str, dtype: torch.dtype) -> None:
+    """[K3] on, before and behind the ends of tiles and splits; slots that no row owns are NaN."""
+    case = make_case([PARENTS[tree]] * len(lengths), lengths, SMALL_HEADS["grouped"], dtype=dtype, device=DEVICE)
+    assert_equals_twin(case)
+
+
+@pytest.mark.usefixtures("_small_splits")
+@pytest.mark.parametrize("parents", [PARENTS["root"], PARENTS["chain"], [-1, 0, 1, 2, -1, -1]], ids=str)
+def test_a_chain_needs_no_path(parents: list[int]) -> None:
+    case = make_case([parents, parents], [28, 61], SMALL_HEADS["grouped"], is_chain=True, device=DEVICE)
+    for window in (None, 3, 40):
+        assert_equals_twin(case, sliding_window=window)
+
+
+@pytest.mark.usefixtures("_small_splits")
+@pytest.mark.parametrize("heads", SMALL_HEADS)
+def test_windows_caps_and_sinks(heads: str) -> None:
+    """[K4] a window may begin in the tree, in an earlier tile or in an earlier split, at its end or inside."""
+    case = make_case([PARENTS["random"]], [62], SMALL_HEADS[heads], device=DEVICE)
+    sinks = torch.linspace(-1.0, 2.0, SMALL_HEADS[heads][0], device=DEVICE)
+    for window in (1, 2, 20, 31, 32, 65):
+        assert_equals_twin(case, sliding_window=window)
+    assert_equals_twin(case, softcap=0.8)
+    assert_equals_twin(case, softcap=1.5, sinks=sinks.bfloat16(), sliding_window=33)
+
+
+@pytest.mark.usefixtures("_small_splits")
+def test_more_query_heads_than_a_tile_has_rows() -> None:
+    case = make_case([PARENTS["padded"][:4]], [30], (40, 2, 16, 16), device=DEVICE)
+    assert_equals_twin(case)
+
+
+@pytest.mark.usefixtures("_small_splits")
+def test_the_newest_nodes_of_a_growing_tree_attend_alone() -> None:
+    """A drafter's pass queries the last N of M stored nodes."""
+    whole = make_case([PARENTS["random"]] * 2, [3, 40], SMALL_HEADS["grouped"], device=DEVICE)
+    expected = whole.run_kernel()
+    layout = whole.layout
+    newest = TreeLayout(
+        layout.block_tables,
+        layout.lengths,
+        layout.host_lengths,
+        layout.depths,
+        layout.ancestor_mask[:, -4:],
+        layout.block_size,
+    )
+    # The lengths are unknown on the host where a graph is captured; the blocks bound them.
+    newest.host_lengths = None
+    out = launch_tree_attention(whole.query[:, :, -4:], whole.key_cache, whole.value_cache, newest, whole.scaling)
+    assert torch.equal(out, expected[:, -4:])
+
+
+def test_the_shipped_tiles() -> None:
+    """The constants that the other tests make small, past a split's end."""
+    parents = [-1, 0, 0, 1, 1]
+    for dtype in DTYPES:
+        assert_equals_twin(make_case([parents], [254], (2, 1, 80, 64), dtype=dtype, device=DEVICE))
+
+
+def random_parents(num_nodes: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [-1, *(draw.randrange(max(0, i - 8), i) for i in range(1, num_nodes))]
+
+
+@pytest.mark.usefixtures("_small_splits")
+@pytest.mark.parametrize("tree", PARENTS)
+def test_a_node_gets_in_the_tree_what_it_gets_alone(tree: str) -> None:
+    """[N1] the order of every sum, in the interpreter's arithmetic; the device's has a test of its own."""
+    case = make_case([PARENTS[tree]] * 2, [29, 104], SMALL_HEADS["grouped"], device=DEVICE)
+    for window in (None, 41):
+        out = case.run_kernel(sliding_window=window)
+        for row in range(2):
+            for node in range(len(PARENTS[tree])):
+                assert torch.equal(out[row, node], case.run_kernel_alone(row, node, sliding_window=window)), (row, node)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(32, 8, 128, 128), (9, 3, 64, 64)], ids=str)
+@pytest.mark.parametrize("num_nodes", [1, 2, 5, 16, 33, 64])
+@pytest.mark.parametrize("kind", ["chain", "star", "random"])
+def test_bits_do_not_depend_on_speculation(kind: str, num_nodes: int, heads: tuple[int, int, int, int]) -> None:
+    """[N1] bfloat16: a row alone and committed, and the same row in trees, chains and batches: not one bit differs."""
+    num_bits = 0
+    for lengths in ([1], [63], [192], [255], [256, 1000, 3, 511], [5000, 4095, 4096, 700]):
+        if kind == "random":
+            rows = [random_parents(num_nodes, seed) for seed in range(len(lengths))]
+        else:
+            rows = [[-1, *((i if kind == "chain" else 0) for i in range(num_nodes - 1))]] * len(lengths)
+        for is_chain in {False, kind == "chain"}:
+            case = make_case(rows, lengths, heads, dtype=torch.bfloat16, is_chain=is_chain, device=DEVICE)
+            for options in ({}, {"sliding_window": 300, "softcap": 20.0}):
+                out = case.run_kernel(**options)
+                for row in range(len(lengths)):
+                    for node in {0, 1, num_nodes // 2, num_nodes - 2, num_nodes - 1} & set(range(num_nodes)):
+                        expected = case.run_kernel_alone(row, node, **options)
+                        num_bits += int((out[row, node].view(torch.int16) != expected.view(torch.int16)).sum())
+    assert num_bits == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(
+    "heads",
+    [
+        (32, 8, 128, 128),
+        (9, 3, 64, 64),
+        (8, 8, 80, 80),
+        (16, 4, 96, 96),
+        (4, 1, 192, 128),
+        (4, 2, 256, 256),
+        (71, 1, 64, 64),
+    ],
+    ids=str,
+)
+def test_tree_attention_equals_its_twin_at_real_sizes(heads: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    for lengths, num_nodes in (([32_000], 64), ([1, 300, 2047, 2048], 16), ([4096], 128)):
+        rows = [random_parents(num_nodes, seed) for seed in range(len(lengths))]
+        case = make_case(rows, lengths, heads, dtype=dtype, device=DEVICE)
+        for options in ({}, {"sliding_window": 1024}, {"softcap": 5.0}):
+            assert_equals_twin(case, **options)
+    rows = [[-1, *range(511)]]
+    assert_equals_twin(make_case(rows, [700], heads, dtype=dtype, is_chain=True, device=DEVICE))
+
+
+@pytest.mark.gpu
+def test_a_captured_pass_serves_longer_prefixes() -> None:
+    """The grid is fixed by the blocks a row may have; lengths and tables change under the graph."""
+    longer, shorter = (make_case([PARENTS["random"]], [length], (8, 2, 64, 64), device=DEVICE) for length in (900, 40))
+    table = longer.layout.block_tables.clone()
+    layout = TreeLayout(
+        table,
+        longer.layout.lengths.clone(),
+        None,
+        longer.layout.depths,
+        longer.layout.ancestor_mask,
+        BLOCK_SIZE,
+        max_depth=longer.layout.max_depth,
+    )
+    keys, values, query = longer.key_cache.clone(), longer.value_cache.clone(), longer.query.clone()
+
+    def attend() -> torch.Tensor:
+        layout.__dict__.pop("path_slots", None)
+        return launch_tree_attention(query, keys, values, layout, longer.scaling)
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    for case in (shorter, longer):
+        table[:, : case.layout.block_tables.shape[1]] = case.layout.block_tables
+        layout.lengths.copy_(case.layout.lengths)
+        keys[: len(case.key_cache)] = case.key_cache
+        values[: len(case.value_cache)] = case.value_cache
+        query.copy_(case.query)
+        graph.replay()
+        torch.testing.assert_close(out, case.run_reference(), **TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("path_length", [1, 2, 5, 17])
+def test_compaction_equals_its_twin(path_length: int, dtype: torch.dtype) -> None:
+    """[K2] two rows of a batch, ascending paths whose destinations are other nodes' sources, layers and odd widths."""
+    generator = torch.Generator().manual_seed(path_length)
+    num_nodes = 2 * path_length
+    for G, D, Dv in ((1, 5, 3), (3, 20, 8)):
+        keys = torch.randn(3, 4 + 2 * num_nodes, G, D, generator=generator).to(DEVICE, dtype)
+        values = torch.randn(3, 4 + 2 * num_nodes, G, Dv, generator=generator).to(DEVICE, dtype)
+        first = torch.tensor([[2], [2 + num_nodes]])
+        nodes = torch.rand(2, num_nodes, generator=generator).argsort(1)[:, :path_length].sort(1).values
+        source, target = (first + nodes).to(DEVICE), (first + torch.arange(path_length)).to(DEVICE)
+        # The end of a shorter path: its last move is named again.
+        source[1, path_length // 2 :], target[1, path_length // 2 :] = (
+            source[1, path_length // 2],
+            target[1, path_length // 2],
+        )
+        expected_keys, expected_values = keys.clone(), values.clone()
+        kv_compaction_reference(expected_keys, expected_values, source, target)
+        launch_kv_compaction(keys, values, source, target)
+        assert torch.equal(keys, expected_keys) and torch.equal(values, expected_values)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path_length", [2, 9, 64, MAX_PATH])
+def test_compaction_reads_everything_first(path_length: int) -> None:
+    """[K2] every destination but the first is another node's source, repeatedly: a race would show."""
+    keys, values = torch.randn(2, 8, 600, 8, 128, device=DEVICE, dtype=torch.bfloat16)
+    source = torch.arange(101, 101 + path_length, device=DEVICE)
+    expected_keys, expected_values = keys.clone(), values.clone()
+    for _ in range(200):
+        kv_compaction_reference(expected_keys, expected_values, source, source - 1)
+        launch_kv_compaction(keys, values, source, source - 1)
+    assert torch.equal(keys, expected_keys) and torch.equal(values, expected_values)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 7, 33, 130])
+def test_tree_accept_equals_its_twin(num_nodes: int) -> None:
+    """[K7] equal siblings, padding anywhere, more depth in the shape than in the trees."""
+    generator = torch.Generator().manual_seed(num_nodes)
+    parents = torch.tensor([random_parents(num_nodes, seed) for seed in range(3)])
+    is_leaf = ~(parents[:, :, None] == torch.arange(num_nodes)).any(1)
+    is_padding = is_leaf & (torch.rand(3, num_nodes, generator=generator) < 0.3) & (torch.arange(num_nodes) > 0)
+    tokens = torch.randint(0, 2, (3, num_nodes), generator=generator).masked_fill(is_padding, -1)
+    tree = from_parents(tokens, parents.masked_fill(is_padding, -1))
+    for round in range(8):
+        chosen = torch.randint(-1, 2, (3, num_nodes), generator=generator)
+        # Padding must be told by its token as well as by its parent.
+        arguments = (tokens, tree.parents if round % 2 else parents, chosen)
+        for max_depth in (num_nodes, tree.max_depth):
+            path, num_accepted = launch_tree_accept(*(x.to(DEVICE) for x in arguments), max_depth)
+            expected_path, expected_num = tree_accept_reference(*arguments, max_depth)
+            assert torch.equal(path.cpu(), expected_path)
+            assert torch.equal(num_accepted.cpu(), expected_num)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab_size", [1, 33, BLOCK_V, BLOCK_V + 1, pytest.param(128_256, marks=pytest.mark.gpu)])
+def test_row_argmax_equals_its_twin(vocab_size: int, dtype: torch.dtype) -> None:
+    """The first of equal greatest logits, in one chunk or two; a NaN or an infinity anywhere is told."""
+    logits = torch.randn(2, 5, vocab_size).to(dtype)
+    logits[0, 0] = 1.0
+    logits[0, 1] = -torch.inf
+    logits[0, 2, [vocab_size // 2, -1]] = 9.0
+    logits[0, 3, -1] = torch.nan
+    logits[0, 4, vocab_size // 3] = torch.inf
+    logits[1, 0, 0] = -torch.inf
+    logits[1, 1] = torch.nan
+    logits = logits.to(DEVICE)
+    for rows in (logits, logits[:, 1], logits[0, ::2]):
+        best, is_valid = launch_row_argmax(rows)
+        expected_best, expected_valid = row_argmax_reference(rows)
+        assert torch.equal(best, expected_best) and torch.equal(is_valid, expected_valid)
+    assert torch.equal(is_valid, logits[0, ::2].amax(-1).isfinite())
+
+
+def test_row_argmax_is_torchs_where_rows_are_sound() -> None:
+    logits = torch.randint(0, 9, (7, 300), generator=torch.Generator().manual_seed(0)).float()
+    assert torch.equal(row_argmax_reference(logits)[0], logits.argmax(-1))
