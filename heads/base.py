@@ -240,6 +240,9 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantize(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Stored weights with every int8 matrix multiplied by its scale again, in float32."""
     scales = {name: value for name, value in state.items() if name.endswith(SCALE_SUFFIX)}
+    for name, value in state.items():
+        if value.dtype == torch.int8 and name + SCALE_SUFFIX not in scales:
+            raise ValueError(f"{name} is stored in 8 bits, and its scale is missing: the head is damaged")
     return {
         name: value.float() * scales[name + SCALE_SUFFIX] if name + SCALE_SUFFIX in scales else value
         for name, value in state.items()

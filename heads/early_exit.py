@@ -12,6 +12,7 @@ With E = 0 nothing of the target but its embedding and LM head takes part: a dis
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -87,7 +88,8 @@ class EarlyExitHead(DraftHead):
     @classmethod
     def for_target(cls, identity: Any, model: PreTrainedModel, **shape: Any) -> Self:
         """A new head of this shape, its blocks and norm copied from the target's."""
-        record = model.config.get_text_config().to_dict()
+        # As it will be read again: JSON has no other keys than strings.
+        record = json.loads(model.config.get_text_config().to_json_string(use_diff=False))
         head = cls(cls.config_class(target=identity, layer_config=record, **shape))
         head.initialise(model)
         return head

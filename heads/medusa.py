@@ -87,13 +87,17 @@ class MedusaHead(DraftHead):
             return features
         return features + self.root_proj(self.root_norm(root_embeddings))
 
-    def forward(self, features: torch.Tensor, root_embeddings: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
-        """Logits [..., M, V] of the tokens 2 … M + 1 positions on, from the feature [..., E] at each position.
+    def forward(
+        self, features: torch.Tensor, root_embeddings: torch.Tensor, lm_head: nn.Module, num_heads: int
+    ) -> torch.Tensor:
+        """Logits [..., K, V] of the tokens 2 … K + 1 positions on, from the feature [..., E] at each position.
 
         Args:
             root_embeddings: [..., E] the target's embedding of the token after each position's.
+            num_heads: K, the first heads.
         """
         inputs = self.inputs(features, root_embeddings)
-        hidden = [head(inputs) for head in self.heads]
-        outputs = self.outputs if self.outputs else [lm_head] * len(hidden)
-        return torch.stack([output(each) for output, each in zip(outputs, hidden, strict=True)], dim=-2)
+        hidden = [head(inputs) for head in self.heads[:num_heads]]
+        if not self.outputs:
+            return lm_head(torch.stack(hidden, dim=-2))
+        return torch.stack([output(each) for output, each in zip(self.outputs, hidden, strict=False)], dim=-2)

@@ -16,6 +16,7 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from selfspec.drafters import EagleDrafter
+from selfspec.failures import reported_failures
 from selfspec.heads.eagle import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
 from selfspec.hub import identity
 from selfspec.train.trainer import DataArgs, frequent_tokens, load_rows, load_target, parse, run
@@ -70,4 +71,5 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    with reported_failures():
+        main()

@@ -16,6 +16,7 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from selfspec.drafters import MedusaDrafter
+from selfspec.failures import reported_failures
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
 from selfspec.hub import identity
 from selfspec.train.trainer import DataArgs, load_rows, load_target, parse, run
@@ -67,4 +68,5 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    with reported_failures():
+        main()

@@ -26,7 +26,11 @@ app.add_typer(data_app, name="data")
 DEMO_PROMPTS = Path(__file__).parent / "data" / "demo_prompts.jsonl"
 
 DrafterOption = Annotated[
-    str, typer.Option("--drafter", help="what proposes tokens: none, ngram, draft_model:PATH_OR_ID, truncated:LAYERS")
+    str,
+    typer.Option(
+        "--drafter",
+        help="what proposes tokens: none, ngram, eagle, medusa, early_exit, draft_model (each :PATH_OR_ID), truncated:LAYERS",
+    ),
 ]
 DraftersOption = Annotated[str, typer.Option("--drafters", help="the drafters to compare, with commas between them")]
 BatchSizeOption = Annotated[int, typer.Option("--batch-size", help="sequences decoded together", min=1)]

@@ -20,7 +20,7 @@ def reported_failures(debug: bool = False) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
-        raise typer.Exit(130) from None
+        raise SystemExit(130) from None
     except (typer.Exit, BrokenPipeError):
         raise
     except Exception as error:
@@ -28,7 +28,7 @@ def reported_failures(debug: bool = False) -> Iterator[None]:
         if debug or message is None:
             raise
         typer.echo(f"selfspec: {message}", err=True)
-        raise typer.Exit(1) from None
+        raise SystemExit(1) from None
 
 
 def describe(error: Exception) -> str | None:
@@ -39,7 +39,7 @@ def describe(error: Exception) -> str | None:
         return f"a weights file is damaged ({error}): fetch it again"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    if isinstance(error, ValueError | TypeError | OSError):
+    if isinstance(error, ValueError | TypeError | OSError | FloatingPointError):
         return " ".join(str(error).split())
     return None
 

@@ -24,6 +24,11 @@ HEAD_TYPES = {
 }
 
 
+def drafter_for(head: DraftHead) -> str:
+    """The name of the drafter that serves a head."""
+    return next(name for name, types in HEAD_TYPES.items() if head.config.head_type in types)
+
+
 def identity(target: Target) -> TargetIdentity:
     """What a head's config records of this target."""
     return TargetIdentity.of(target.model, target.tokenizer, name=Path(target.name).name)

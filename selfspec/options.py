@@ -58,6 +58,13 @@ class DraftOptions:
     num_draft_tokens: int | None = field(
         default=None, metadata={"help": "most tokens to draft in a step; each drafter has its default"}
     )
+    num_nodes: int | None = field(
+        default=None, metadata={"help": "most nodes of a candidate tree, root included; each drafter has its default"}
+    )
+    width: int | None = field(
+        default=None,
+        metadata={"help": "nodes of a tree expanded at each depth; 1 drafts a chain; each drafter has its default"},
+    )
     draft_dtype: str | None = field(
         default=None, metadata={"help": "of a draft model: as --dtype, or int8; the target's by default"}
     )
@@ -78,6 +85,8 @@ class DraftOptions:
             spec,
             target,
             num_draft_tokens=self.num_draft_tokens,
+            num_nodes=self.num_nodes,
+            width=self.width,
             dtype=self.draft_dtype if has_weights else None,
             is_sampled=self.sampled_draft and (has_weights or spec.startswith("truncated")),
         )

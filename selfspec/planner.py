@@ -6,8 +6,10 @@ most expected tokens a second:
     rate(N) = (B + sum over rows of the best N - 1 nodes' acceptance probabilities) / (draft seconds + verify seconds(N))
 
 (the expected acceptance length of https://arxiv.org/abs/2211.17192, with a probability for every node in place of one
-constant rate). Sizes it has not tried are guessed cheap, so that they are tried, and the measurement then decides. Only
-deterministic drafts are pruned by their scores; the size of a sampled draft is fixed before anything is drawn.
+constant rate). A drafter's own probabilities are not to be trusted: what they promised at each depth is compared with
+what came, and the ratio corrects them. Sizes it has not tried are guessed cheap, so that they are tried, and the
+measurement then decides. Only deterministic drafts are pruned by their scores; the size of a sampled draft is fixed
+before anything is drawn.
 """
 
 from __future__ import annotations
@@ -40,6 +42,9 @@ class Planner:
     # A step without drafts is taken this often, so that the cost of plain decoding stays known; so is a draft two tokens
     # longer than seems to pay, so that no size is given up for good for what one slow pass or another text said of it.
     PROBE_EVERY = 48
+    # Of what was counted, how much a step later still counts, and how many trials the first guess is worth.
+    FADE = 0.98
+    PRIOR = 4.0
 
     def __init__(self, *, is_active: bool = True) -> None:
         self.is_active = is_active
@@ -47,6 +52,11 @@ class Planner:
         self._draft: dict[int, deque[float]] = {}
         self._trials: list[float] = []
         self._hits: list[float] = []
+        # By depth: how many accepted tokens the scores promised, and how many there were.
+        self._promised: list[float] = []
+        self._kept: list[float] = []
+        # By depth: how many nodes were verified when it was drafted.
+        self._sizes: dict[int, deque[int]] = {}
         self._steps = 0
         self._is_probe = False
 
@@ -70,8 +80,11 @@ class Planner:
         if not self.is_active or tree.scores is None or not tree.is_deterministic or tree.num_nodes == 1:
             return tree
         B, N = tree.tokens.shape
-        chances = torch.where(tree.is_real, tree.scores.exp(), 0.0)[:, 1:]
-        gains = chances.sort(dim=1, descending=True).values.sum(0).cumsum(0).tolist()
+        corrections = torch.tensor([1.0, *(self._correction(depth) for depth in range(tree.max_depth))])
+        chances = (tree.scores.exp() * corrections.to(tree.scores.device)[tree.depths]).clamp(max=1.0)
+        # In the order in which the tree's own pruning keeps them.
+        order = torch.where(tree.is_real, tree.scores, -torch.inf).sort(dim=1, descending=True, stable=True).indices
+        gains = torch.where(tree.is_real, chances, 0.0).gather(1, order)[:, 1:].sum(0).cumsum(0).tolist()
         rates = [(B + gain) / self._verify_seconds(B, size) for size, gain in enumerate([0.0, *gains], start=1)]
         best = max(range(N), key=rates.__getitem__)
         return tree.prune(1 + (best + 2 if self._is_probe else best))
@@ -85,18 +98,39 @@ class Planner:
         sizes.setdefault(N, deque(maxlen=self.MEMORY)).append(verify_seconds)
         if tree.max_depth > 0:
             self._draft.setdefault(B, deque(maxlen=self.MEMORY)).append(draft_seconds / tree.max_depth)
-        drafted = (tree.depths.amax(1)).tolist()
-        for depth_reached, num_accepted in zip(drafted, acceptance.num_accepted.tolist(), strict=True):
-            self._count(depth_reached, num_accepted)
+        depths, num_accepted = torch.stack([tree.depths.amax(1), acceptance.num_accepted]).tolist()
+        for num_drafted, accepted in zip(depths, num_accepted, strict=True):
+            self._count(num_drafted, accepted)
+        self._sizes.setdefault(max(depths), deque(maxlen=self.MEMORY)).append(N)
+        if tree.scores is not None and tree.max_depth > 0:
+            mass = torch.where(tree.is_real, tree.scores.exp(), 0.0)
+            promised = torch.zeros(tree.max_depth + 1, device=mass.device)
+            promised.index_add_(0, tree.depths.flatten(), mass.flatten())
+            for depth, chance in enumerate(promised[1:].tolist()):
+                self._compare(depth, chance, sum(accepted > depth for accepted in num_accepted))
+
+    def _compare(self, depth: int, promised: float, kept: int) -> None:
+        """One step's promise for a depth, and what came of it; old steps fade."""
+        if depth == len(self._promised):
+            self._promised.append(0.0)
+            self._kept.append(0.0)
+        self._promised[depth] = self._promised[depth] * self.FADE + promised
+        self._kept[depth] = self._kept[depth] * self.FADE + kept
+
+    def _correction(self, depth: int) -> float:
+        """What to multiply a score's chance by: towards 1 while little is known."""
+        if depth >= len(self._promised):
+            return 1.0
+        return (self._kept[depth] + self.PRIOR) / (self._promised[depth] + self.PRIOR)
 
     def _count(self, num_drafted: int, num_accepted: int) -> None:
         while len(self._trials) < num_drafted:
             # A prior in favour of drafting, worth a few trials.
-            self._trials.append(4.0)
-            self._hits.append(3.0)
+            self._trials.append(self.PRIOR)
+            self._hits.append(0.75 * self.PRIOR)
         for depth in range(min(num_drafted, num_accepted + 1)):
-            self._trials[depth] = self._trials[depth] * 0.98 + 1
-            self._hits[depth] = self._hits[depth] * 0.98 + (depth < num_accepted)
+            self._trials[depth] = self._trials[depth] * self.FADE + 1
+            self._hits[depth] = self._hits[depth] * self.FADE + (depth < num_accepted)
 
     def _rate_of_chain(self, depth: int, num_rows: int) -> float:
         expected, chance = 1.0, 1.0
@@ -104,7 +138,8 @@ class Planner:
             chance *= self._hits[d] / self._trials[d] if d < len(self._trials) else 0.75
             expected += chance
         draft = median(self._draft[num_rows]) * depth if num_rows in self._draft else 0.0
-        return expected / (self._verify_seconds(num_rows, depth + 1) + draft)
+        num_nodes = round(median(self._sizes[depth])) if depth in self._sizes else depth + 1
+        return expected / (self._verify_seconds(num_rows, num_nodes) + draft)
 
     def _verify_seconds(self, num_rows: int, num_nodes: int) -> float:
         """Seconds of a pass over `num_nodes` nodes: measured, interpolated, or guessed from the nearest size below."""

@@ -219,9 +219,9 @@ def test_damaged_weights_are_one_line(run, prompt_file, tmp_path, tiny_target_di
     ],
 )
 def test_errors_from_outside_get_a_sentence(capsys, error, sentence):
-    with pytest.raises(typer.Exit) as caught, failures.reported_failures():
+    with pytest.raises(SystemExit) as caught, failures.reported_failures():
         raise error
-    assert caught.value.exit_code == 1
+    assert caught.value.code == 1
     assert sentence in capsys.readouterr().err
     with pytest.raises(type(error)), failures.reported_failures(debug=True):
         raise error
@@ -233,9 +233,9 @@ def test_our_own_bugs_keep_their_traceback():
 
 
 def test_interrupt_has_its_own_code(capsys):
-    with pytest.raises(typer.Exit) as caught, failures.reported_failures():
+    with pytest.raises(SystemExit) as caught, failures.reported_failures():
         raise KeyboardInterrupt
-    assert caught.value.exit_code == 130
+    assert caught.value.code == 130
     assert capsys.readouterr().err == "interrupted\n"
 
 

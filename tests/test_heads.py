@@ -18,7 +18,7 @@ from selfspec import SamplingParams, Target, generate
 from selfspec.drafters.eagle import EagleDrafter
 from selfspec.drafters.medusa import MedusaDrafter
 from selfspec.heads.base import DraftHead, TargetIdentity
-from selfspec.heads.eagle import EagleConfig, EagleHead
+from selfspec.heads.eagle import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
 from selfspec.target import FINAL
 from selfspec.train.losses import eagle_loss, future_mask, medusa_loss
@@ -106,13 +106,18 @@ def trained_on(target: Target, head: DraftHead, steps: int, num_steps: int = 4) 
         optimizer.step()
 
 
-def test_medusa_training_aligns_with_serving() -> None:
+@pytest.mark.parametrize("has_root_input", [False, True])
+def test_medusa_training_aligns_with_serving(has_root_input: bool) -> None:
     """[T2] what training fits, serving accepts."""
     target, successor = automaton()
-    head = MedusaHead(MedusaConfig(target=identity(target), num_heads=3))
+    head = MedusaHead(MedusaConfig(target=identity(target), num_heads=3, has_root_input=has_root_input))
     trained_on(target, head, steps=120)
     (completion,) = generate(
-        target, [text_of(successor, 2)], drafter=MedusaDrafter(target, head), sampling=GREEDY, use_cost_guard=False
+        target,
+        [text_of(successor, 2)],
+        drafter=MedusaDrafter(target, head, num_nodes=16),
+        sampling=GREEDY,
+        use_cost_guard=False,
     )
     assert completion.acceptance_length > 3.5
 
@@ -137,6 +142,43 @@ def test_eagle_training_aligns_with_serving_and_a_shift_does_not(
     # Off by one: an entry gets the embedding of its own token instead of the next one's.
     embed, predecessor = drafter._embed, successor.argsort()
     monkeypatch.setattr(drafter, "_embed", lambda tokens: embed(predecessor[tokens]))
+    assert acceptance() < 2.5
+
+
+def test_medusa_reads_the_root_where_it_is_asked_to() -> None:
+    """The root's embedding, and no other token's: heads that hear little else know its successors."""
+    target, successor = automaton()
+    head = MedusaHead(MedusaConfig(target=identity(target), num_heads=4, has_output_layer=True, has_root_input=True))
+    head.root_proj.weight.data.copy_(torch.eye(V) * 100)  # type: ignore[union-attr]
+    reached = torch.arange(V)
+    for output in head.outputs:
+        # Head i predicts the token i + 1 after the root.
+        reached = successor[reached]
+        output.weight.data.zero_()
+        output.weight.data[reached, torch.arange(V)] = 1.0
+    drafter = MedusaDrafter(target, head, num_nodes=5, width=1)
+    (completion,) = generate(target, [text_of(successor, 2)], drafter=drafter, sampling=GREEDY, use_cost_guard=False)
+    assert completion.acceptance_length == 5.0
+
+
+def test_eagle1_training_aligns_with_serving_and_a_shift_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """[T2] [H6] [H7] it drafts on from the features it estimates."""
+    target, successor = automaton()
+    torch.manual_seed(1)
+    head = Eagle1Head(Eagle1Config(target=identity(target), intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8))
+    head.initialise(target.model)
+    names = set(head.state_dict())
+    assert "fc.weight" in names and not any("input_layernorm" in name or name.startswith("norm") for name in names)
+    trained_on(target, head, steps=200)
+    drafter = EagleDrafter(target, head.eval(), num_draft_tokens=4, width=1, num_nodes=5)
+
+    def acceptance() -> float:
+        (completion,) = generate(target, [text_of(successor, 3)], drafter=drafter, sampling=GREEDY, use_cost_guard=False)
+        return completion.acceptance_length
+
+    assert acceptance() == 5.0
+    # Off by one: an entry gets the feature of the token before its own.
+    monkeypatch.setattr(head, "fuse", lambda features: features[0][..., successor])
     assert acceptance() < 2.5
 
 
@@ -276,8 +318,11 @@ def test_packed_texts_train_like_texts_alone() -> None:
     alone_states = target.hidden_states(two[None], torch.arange(20)[None], (FINAL,))[FINAL]
     torch.testing.assert_close(states[:, 12:], alone_states, atol=1e-4, rtol=1e-4)
     lm_head = target.model.get_output_embeddings()
-    loss, _ = medusa_loss(medusa, states, lm_head, packed, only_two, packed_positions, 0.8)
-    assert torch.isfinite(loss)
+    embed = target.model.get_input_embeddings()
+    loss, _ = medusa_loss(medusa, states, lm_head, embed, packed, only_two, packed_positions, 0.8)
+    everything = torch.ones(1, 20, dtype=torch.bool)
+    expected, _ = medusa_loss(medusa, alone_states, lm_head, embed, two[None], everything, torch.arange(20)[None], 0.8)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
 
 
 def test_training_changes_no_bit_of_the_target() -> None:
@@ -305,6 +350,23 @@ def test_blocks_do_not_share_weights() -> None:
     head = MedusaHead(MedusaConfig(target=identity(tiny_target("llama")), num_blocks=3))
     pointers = {p.data_ptr() for p in head.parameters()}
     assert len(pointers) == len(list(head.parameters())) == 4 * 3 * 2
+
+
+def test_int8_storage_is_a_scale_for_each_output_channel(tmp_path: Path) -> None:
+    """Matrices in 8 bits, the rest in bfloat16; a lost scale is a lost weight."""
+    head = reduced_head(tiny_target("llama"))
+    head.save_pretrained(tmp_path, dtype=torch.int8)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored["fc.weight"].dtype == torch.int8 and stored["fc.weight.scale"].shape == (32, 1)
+    assert stored["norm.weight"].dtype == torch.bfloat16 and stored["d2t"].dtype == torch.int64
+    again = EagleHead.from_pretrained(tmp_path, dtype=torch.float32)
+    for name, value in head.state_dict().items():
+        step = value.abs().amax(-1, keepdim=True) / 127 if value.ndim == 2 else value.abs() / 128
+        assert bool(((again.state_dict()[name] - value).abs() <= step).all()), name
+    assert EagleHead.from_pretrained(tmp_path).fc.weight.dtype == torch.bfloat16
+    save_file({k: v for k, v in stored.items() if k != "fc.weight.scale"}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"fc\.weight"):
+        EagleHead.from_pretrained(tmp_path)
 
 
 def test_loading_is_strict(tmp_path: Path) -> None:

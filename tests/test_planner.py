@@ -209,12 +209,28 @@ def test_pruning_keeps_the_number_of_nodes_with_the_most_expected_tokens_a_secon
     B = len(chances)
     for size in range(1, 9):
         tree = whole.prune(size)
-        planner.observe(tree, outcome(tree, [0] * B), 0.0, seconds[size - 1])
+        # Without scores nothing is learnt of their worth.
+        planner.observe(replace(tree, scores=None), outcome(tree, [0] * B), 0.0, seconds[size - 1])
     gains = [sum(sum(sorted(row)[len(row) - count :]) for row in chances) for count in range(8)]
     rates = [(B + gain) / time for gain, time in zip(gains, seconds, strict=True)]
     pruned = planner.prune(whole)
     assert rates[pruned.num_nodes - 1] >= max(rates) * (1 - 1e-5)
     assert torch.equal(pruned.tokens, whole.prune(pruned.num_nodes).tokens)
+
+
+@pytest.mark.parametrize(("promised", "kept", "expected"), [(0.9, 0.05, 1), (0.05, 0.9, 3)])
+def test_what_the_scores_promised_is_compared_with_what_came(promised: float, kept: float, expected: int) -> None:
+    """A chain of two drafts at half a pass each: whether it is verified follows what held, not what its scores say."""
+    planner = Planner()
+    scores = torch.tensor([[promised, promised]]).log()
+    whole = chain(torch.tensor([5]), torch.tensor([[6, 7]]), scores)
+    for step in range(300):
+        held = 2 if (step * kept) % 1 < kept else 0
+        # Every size is measured before it is up to the planner.
+        tree = planner.prune(whole) if step > 100 else whole.prune(1 + step % 3)
+        planner.observe(tree, outcome(tree, [min(held, tree.max_depth)]), 0.0, 1 + 0.25 * (tree.num_nodes - 1))
+        size = tree.num_nodes
+    assert size == expected
 
 
 def test_padding_promises_nothing() -> None:

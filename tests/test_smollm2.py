@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from selfspec import SamplingParams, Target, generate, load_drafter
 from selfspec.bench import read_benchmark
 from selfspec.fetch import default_target
-from selfspec.target import _with_layers
+from selfspec.heads.stack import decoder_layers, with_layers
 
 NUM_TOKENS = 64
 PROMPTS_PER_TASK = 4
@@ -62,7 +62,7 @@ def draft_dir(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = Target.from_pretrained(source, dtype="float32", device="cpu")
     directory = tmp_path_factory.mktemp("draft")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    _with_layers(model, 4).save_pretrained(directory)
+    with_layers(model, list(decoder_layers(model)[1])[:4], range(4)).save_pretrained(directory)
     target.tokenizer.save_pretrained(directory)
     return directory
 

@@ -46,6 +46,8 @@ class EagleDrafter(Drafter):
         num_draft_tokens: depth of the tree.
         num_nodes: most nodes of the tree, root included.
         width: nodes expanded at each depth, and children considered of each.
+
+    On a CPU the default tree is small: a pass over more than six nodes costs noticeably more than one over one.
     """
 
     is_costly = True
@@ -55,9 +57,9 @@ class EagleDrafter(Drafter):
         target: Target,
         head: EagleHead | Eagle1Head,
         *,
-        num_draft_tokens: int = 6,
-        num_nodes: int = 16,
-        width: int = 4,
+        num_draft_tokens: int | None = None,
+        num_nodes: int | None = None,
+        width: int | None = None,
         name: str = "eagle",
     ) -> None:
         self.name = name
@@ -65,9 +67,10 @@ class EagleDrafter(Drafter):
         if target.device.type == "cpu" and can_pack():
             pack_linear_layers(self.head)
         self.features = head.features
-        self.num_draft_tokens = num_draft_tokens
-        self.num_nodes = num_nodes
-        self.width = width
+        depth, size, breadth = (4, 8, 2) if target.device.type == "cpu" else (6, 16, 4)
+        self.num_draft_tokens = num_draft_tokens or depth
+        self.num_nodes = num_nodes or size
+        self.width = width or breadth
         self._output_layer = head.output_layer(target.model.get_output_embeddings())
         self._embed = target.model.get_input_embeddings()
         self._draft_ids = head.draft_ids

@@ -32,6 +32,7 @@ class MedusaDrafter(Drafter):
     """
 
     features = (FINAL,)
+    is_costly = True
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class MedusaDrafter(Drafter):
         head: MedusaHead,
         *,
         num_draft_tokens: int | None = None,
-        num_nodes: int = 16,
+        num_nodes: int | None = None,
         width: int = 8,
         name: str = "medusa",
     ) -> None:
@@ -50,8 +51,10 @@ class MedusaDrafter(Drafter):
         if target.device.type == "cpu" and can_pack():
             pack_linear_layers(self.head)
         self.num_draft_tokens = min(num_draft_tokens or head.config.num_heads, head.config.num_heads)
-        self.num_nodes = num_nodes
+        # On a CPU a pass over more than six nodes costs noticeably more than one over one.
+        self.num_nodes = num_nodes or (8 if target.device.type == "cpu" else 16)
         self.width = width
+        self._dtype = target.dtype
         self._hidden_size = head.config.target.hidden_size
         # The feature [E] of every row's last committed token; a prompt of one token has none yet.
         self._last: dict[Sequence, torch.Tensor | None] = {}
@@ -67,10 +70,10 @@ class MedusaDrafter(Drafter):
         if num_draft_tokens == 0:
             return chain(batch.roots)
         rows = [self._last[sequence] for sequence in batch.sequences]
-        blank = torch.zeros(self._hidden_size, dtype=self.lm_head.weight.dtype, device=batch.device)
+        blank = torch.zeros(self._hidden_size, dtype=self._dtype, device=batch.device)
         hidden = torch.stack([blank if row is None else row for row in rows])  # [B, E]
         roots = self._embed(batch.roots)
-        log_probs = self.head(hidden, roots, self.lm_head)[:, :num_draft_tokens].float().log_softmax(-1)  # [B, K, V]
+        log_probs = self.head(hidden, roots, self.lm_head, num_draft_tokens).float().log_softmax(-1)  # [B, K, V]
         best = log_probs.topk(self.width, dim=-1)
         grower = TreeGrower(batch.roots, width=self.num_nodes)
         beam = 1

@@ -20,7 +20,7 @@ class CardFacts:
     """What a card says.
 
     Attributes:
-        kind: the head's type, as in `--drafter KIND:PATH`.
+        kind: the drafter that serves it, as in `--drafter KIND:PATH`.
         target: Hub id of the target, or the name of its folder.
         data: what it was trained on, one line of a list each; so is `training`.
         data_files, eval_file: names without their folders.

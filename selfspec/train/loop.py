@@ -38,8 +38,9 @@ class HeadTrainer(Trainer):
         seconds_paused: time spent on evaluation, which is not training time.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *, row_length: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.row_length = row_length
         # The loss comes divided by the counts of the whole step, accumulated batches included: not to be divided again.
         self.model_accepts_loss_kwargs = True
         self.seconds_paused = 0.0

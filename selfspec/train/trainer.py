@@ -24,12 +24,14 @@ from transformers import AutoTokenizer, HfArgumentParser, TrainingArguments, set
 from selfspec import __version__
 from selfspec.drafters import Drafter
 from selfspec.heads.base import DraftHead
+from selfspec.hub import drafter_for
 from selfspec.prompts import read_prompts
 from selfspec.target import Target
 from selfspec.train.card import CardFacts, public_command, without_token, write_card
 from selfspec.train.checkpoints import PARTIAL, check_identity, last_checkpoint
 from selfspec.train.conversations import Report
 from selfspec.train.evaluation import AcceptanceReport, EvalPrompt, EvalPrompts, Evaluator, snapshot
+from selfspec.train.features import FeatureRows, dump_features
 from selfspec.train.loop import EVAL_PREFIX, EvaluationCallback, HeadTrainer
 from selfspec.train.masking import tokenize_all, use_chat_template
 from selfspec.train.module import HeadTraining
@@ -52,6 +54,9 @@ class DataArgs:
     final_eval_file: str | None = field(default=None, metadata={"help": "prompt file for the last evaluation, for the card"})
     row_length: int = field(default=1024, metadata={"help": "tokens of a packed row"})
     target_dtype: str = field(default="auto", metadata={"help": "dtype of the frozen target"})
+    features_dir: str | None = field(
+        default=None, metadata={"help": "folder for the target's hidden states, computed once and not in every epoch"}
+    )
     shard_target: bool = field(default=False, metadata={"help": "spread the target's layers over the processes"})
     chat_template: str | None = field(default=None, metadata={"help": "Jinja file, for a target without a template"})
     init_seed: int = field(default=0, metadata={"help": "seed of the head's weights (seed: of the data's order)"})
@@ -177,7 +182,12 @@ def run(
 
     evaluator = Evaluator(head, target, make_drafter, num_eval_tokens)
     is_sharded = settings["data"]["shard_target"]
-    trainer = HeadTrainer(model=HeadTraining(head, target, num_steps=num_steps, decay=decay), args=args, train_dataset=rows)
+    training = HeadTraining(head, target, num_steps=num_steps, decay=decay)
+    dataset: PackedRows | FeatureRows = rows
+    if settings["data"]["features_dir"] is not None:
+        with args.main_process_first(local=False, desc="features"):
+            dataset = dump_features(rows, target, training.feature_names, settings["data"]["features_dir"])
+    trainer = HeadTrainer(model=training, args=args, train_dataset=dataset, row_length=rows.input_ids.shape[1])
     if eval_prompts.held_out:
         trainer.add_callback(EvaluationCallback(trainer, evaluator, eval_prompts.held_out, on_all=is_sharded))
     last = last_checkpoint(output_dir)
@@ -203,7 +213,7 @@ def run(
     }
     (output_dir / "run.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
     write_card(directory, _card_facts(trained, target, rows, trainer, final, num_eval_tokens, settings))
-    logger.info("serve it: selfspec generate --target %s --drafter %s:%s …", target.name, head.config.head_type, directory)
+    logger.info("serve it: selfspec generate --target %s --drafter %s:%s …", target.name, drafter_for(head), directory)
     if wants_push:
         repo_id = args.hub_model_id or output_dir.resolve().name
         url = trained.push_to_hub(repo_id, directory=directory, token=args.hub_token, private=bool(args.hub_private_repo))
@@ -248,7 +258,7 @@ def _card_facts(
         training["peak memory"] = f"{max(peaks):.1f} GiB, evaluation included"
     eval_file = data["final_eval_file"] or data["held_out_file"]
     return CardFacts(
-        kind=head.config.head_type,
+        kind=drafter_for(head),
         target=Path(target.name).name if Path(target.name).exists() else target.name,
         num_parameters=head.num_parameters,
         data={

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from transformers import TrainingArguments
+from transformers.utils import logging as transformers_logging
 
 from selfspec import SamplingParams, Target, generate, load_drafter
 
@@ -21,26 +22,53 @@ Recipe = Callable[[str], ModuleType]
 Flags = Callable[..., list[str]]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+@pytest.mark.parametrize(
+    ("kind", "shape", "drafter_name"),
+    [
+        ("medusa", "", "medusa"),
+        ("eagle", "--feature_layers 0 1 2 --draft_vocab_size 64", "eagle"),
+        ("eagle", "--version 1", "eagle"),
+        ("early_exit", "--exit_layer 1", "early_exit"),
+        ("early_exit", "--exit_layer 1 --lora_rank 2 --blocks 0", "early_exit"),
+        ("draft", "--blocks 0 --save_model true", "draft_model"),
+    ],
+)
 def test_a_recipe_trains_a_head_that_serving_loads(
-    kind: str, recipe: Recipe, flags: Flags, tiny_target_dir: Path, tmp_path: Path
+    kind: str, shape: str, drafter_name: str, recipe: Recipe, flags: Flags, tiny_target_dir: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"
-    shape = ["--feature_layers", "0", "1", "2", "--draft_vocab_size", "64"] if kind == "eagle" else []
-    final = recipe(kind).main([*flags(output), *shape])
+    final = recipe(kind).main([*flags(output), *shape.split()])
     assert final["acceptance_length"] >= 1
     history = json.loads((output / "run.json").read_text())["history"]
     assert [entry["step"] for entry in history] == [2, 4]
     target = Target.from_pretrained(tiny_target_dir)
-    drafter = load_drafter(f"{kind}:{output / 'head'}", target)
+    drafter = load_drafter(f"{drafter_name}:{output / 'head'}", target)
     sampling = SamplingParams(max_new_tokens=16)
     expected = generate(target, ["the dog"], sampling=sampling)[0].token_ids
     assert generate(target, ["the dog"], drafter=drafter, sampling=sampling)[0].token_ids == expected
     # The same line again finds its work done and changes nothing.
     before = (output / "head" / "model.safetensors").read_bytes()
-    recipe(kind).main([*flags(output), *shape])
+    recipe(kind).main([*flags(output), *shape.split()])
     assert (output / "head" / "model.safetensors").read_bytes() == before
     assert json.loads((output / "run.json").read_text())["history"] == history
+    if kind == "draft":
+        # A whole model drafts the same tokens as the layers beside the target's embedding.
+        whole = load_drafter(f"draft_model:{output / 'model'}", target, width=3, num_nodes=12)
+        passes = [
+            generate(target, ["the dog"], drafter=each, sampling=sampling, use_cost_guard=False)[0].num_target_passes
+            for each in (drafter, whole)
+        ]
+        assert passes[0] == passes[1]
+
+
+def test_features_on_disk_train_the_head_that_features_online_do(recipe: Recipe, flags: Flags, tmp_path: Path) -> None:
+    """To the rounding of their storage; the second run finds them there."""
+    losses = []
+    for name in ("online", "first", "second"):
+        features = [] if name == "online" else [f"--features_dir={tmp_path / 'features'}"]
+        recipe("medusa").main([*flags(tmp_path / name), *features])
+        losses.append(json.loads((tmp_path / name / "run.json").read_text())["metrics"]["train_loss"])
+    assert losses[1] == losses[2] == pytest.approx(losses[0], rel=1e-3)
 
 
 def test_a_yaml_file_and_flags_that_override_it(recipe: Recipe, flags: Flags, tmp_path: Path) -> None:
@@ -108,6 +136,8 @@ def test_no_answer_to_train_on_is_one_sentence(recipe: Recipe, flags: Flags, dat
 def test_a_terminal_sees_the_progress(
     recipe: Recipe, flags: Flags, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # As in a process of its own: what ran before may have silenced transformers.
+    transformers_logging.set_verbosity_warning()
     recipe("medusa").main([flag for flag in flags(tmp_path / "run") if "disable_tqdm" not in flag])
     assert "4/4 [" in capsys.readouterr().err
 
