@@ -255,7 +255,9 @@ def find_head(source: str | Path, revision: str | None = None) -> Path:
     if Path(source).is_dir():
         return Path(source)
     try:
-        return Path(snapshot_download(str(source), revision=revision, allow_patterns=[CONFIG_NAME, WEIGHTS_NAME]))
+        return Path(
+            snapshot_download(str(source), revision=revision, allow_patterns=[CONFIG_NAME, WEIGHTS_NAME, "README.md"])
+        )
     except Exception as error:
         first = str(error).strip().splitlines()
         raise ValueError(

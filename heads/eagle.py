@@ -10,7 +10,8 @@ which the target has not computed yet, when the head drafts on.
     logits  = lm_head(norm(out_j))         over a draft vocabulary; target id = i + d2t[i]
 
 The per-layer norms before `fc` and the normed output fed back (`has_fc_norm`, `feeds_normed`) are EAGLE-3.1's
-(https://arxiv.org/abs/2605.09992).
+(https://arxiv.org/abs/2605.09992). The biases, the norms of queries and keys and the one over all features are other
+trainers' and exist for their checkpoints; new heads have none of them.
 
 EAGLE-1 (https://arxiv.org/abs/2401.15077), `Eagle1Head`. Entry j pairs the target's last hidden state (after the final
 norm) of token j with the embedding of token j + 1, and its output is an estimate of the last hidden state of token j + 1,
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -37,10 +38,19 @@ from selfspec.heads.base import DraftHead, HeadConfig
 # (queries [B, H, N, D], keys [B, G, N, D], values [B, G, N, D]) -> [B, N, H, D]; it knows the keys of earlier entries.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
+# The rotary scalings whose frequencies do not depend on the length of the text.
+ROPE_SCALINGS = ("linear", "llama3", "yarn")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle1Config(HeadConfig):
-    """The shape of the decoder layer, which need not be the target's."""
+    """The shape of the decoder layer, which need not be the target's.
+
+    Args:
+        rope_scaling: transformers' `rope_parameters` without the theta, None for plain rotary embeddings.
+        has_fc_bias, has_qkv_bias, has_o_bias: biases of `fc`, of the query, key and value and of the output projection.
+        has_qk_norm: queries and keys are normed head by head, as in Qwen3.
+    """
 
     head_type: ClassVar[str] = "eagle1"
     intermediate_size: int
@@ -48,11 +58,19 @@ class Eagle1Config(HeadConfig):
     num_kv_heads: int
     head_dim: int
     rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
     rms_norm_eps: float = 1e-5
+    has_fc_bias: bool = False
+    has_qkv_bias: bool = False
+    has_o_bias: bool = False
+    has_qk_norm: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+        kind = (self.rope_scaling or {}).get("rope_type", "none")
+        if self.rope_scaling is not None and kind not in ROPE_SCALINGS:
+            raise ValueError(f"rope_scaling has rope_type {kind!r}: EAGLE heads know {', '.join(ROPE_SCALINGS)}")
 
     @staticmethod
     def layer_shape(config: Any) -> dict[str, Any]:
@@ -73,6 +91,7 @@ class EagleConfig(Eagle1Config):
     feature_layers: which hidden states are fused, in transformers' numbering (k: entering layer k).
     draft_vocab_size: tokens it can draft; the target's vocabulary size for all.
     has_fc_norm, feeds_normed: EAGLE-3.1's norms.
+    has_input_norm: one norm over the features side by side before `fc`, as NVIDIA's gpt-oss heads have.
     norm_before_residual: the residual branch carries the normed hidden state.
     """
 
@@ -81,6 +100,7 @@ class EagleConfig(Eagle1Config):
     draft_vocab_size: int
     has_fc_norm: bool = True
     feeds_normed: bool = True
+    has_input_norm: bool = False
     norm_before_residual: bool = False
 
     def __post_init__(self) -> None:
@@ -107,21 +127,30 @@ class EagleAttention(nn.Module):
         super().__init__()
         E, H, G, D = config.target.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         self.num_heads, self.num_kv_heads, self.head_dim = H, G, D
-        self.q_proj = nn.Linear(input_size, H * D, bias=False)
-        self.k_proj = nn.Linear(input_size, G * D, bias=False)
-        self.v_proj = nn.Linear(input_size, G * D, bias=False)
-        self.o_proj = nn.Linear(H * D, E, bias=False)
-        exponents = torch.arange(0, D, 2, dtype=torch.float32) / D
+        self.q_proj = nn.Linear(input_size, H * D, bias=config.has_qkv_bias)
+        self.k_proj = nn.Linear(input_size, G * D, bias=config.has_qkv_bias)
+        self.v_proj = nn.Linear(input_size, G * D, bias=config.has_qkv_bias)
+        self.o_proj = nn.Linear(H * D, E, bias=config.has_o_bias)
+        self.q_norm = nn.RMSNorm(D, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(D, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
+        inv_freq, self.rotary_factor = _rotary(config)
         self.inv_freq: torch.Tensor
-        self.register_buffer("inv_freq", config.rope_theta**-exponents, persistent=False)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # Frequencies stay in float32: rounded to bfloat16, they are off by radians a thousand tokens on.
+        inv_freq = self.inv_freq
+        super()._apply(fn, recurse)
+        self.inv_freq = inv_freq.to(self.inv_freq.device)
+        return self
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         B, N, _ = x.shape
-        query = self.q_proj(x).view(B, N, self.num_heads, self.head_dim).transpose(1, 2)
-        key = self.k_proj(x).view(B, N, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        query = self.q_norm(self.q_proj(x).view(B, N, self.num_heads, self.head_dim)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(x).view(B, N, self.num_kv_heads, self.head_dim)).transpose(1, 2)
         value = self.v_proj(x).view(B, N, self.num_kv_heads, self.head_dim).transpose(1, 2)
         angles = positions[:, None, :, None].float() * self.inv_freq  # [B, 1, N, D / 2]
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        cos, sin = ((self.rotary_factor * part).to(x.dtype) for part in (angles.cos(), angles.sin()))
         out = attend(_rotate(query, cos, sin), _rotate(key, cos, sin), value)
         return self.o_proj(out.reshape(B, N, -1))
 
@@ -130,6 +159,23 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     """Rotary embedding with the two halves of the head dimension as pairs (https://arxiv.org/abs/2104.09864)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def _rotary(config: Eagle1Config) -> tuple[torch.Tensor, float]:
+    """Rotary frequencies [D / 2], and the factor that YaRN puts on cosine and sine."""
+    D = config.head_dim
+    if config.rope_scaling is None:
+        return config.rope_theta ** -(torch.arange(0, D, 2, dtype=torch.float32) / D), 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    # Any length will do: these scalings read the one they were made for, not the longest.
+    shape = LlamaConfig(
+        head_dim=D,
+        max_position_embeddings=1 << 30,
+        rope_parameters={"rope_theta": config.rope_theta, **config.rope_scaling},
+    )
+    return ROPE_INIT_FUNCTIONS[config.rope_scaling["rope_type"]](shape, torch.device("cpu"))
 
 
 class EagleMLP(nn.Module):
@@ -194,7 +240,8 @@ class EagleHead(DraftHead):
         num_features = len(config.feature_layers)
         self.features = config.feature_layers
         self.fc_norm = nn.ModuleList(nn.RMSNorm(E, eps) for _ in range(num_features if config.has_fc_norm else 0))
-        self.fc = nn.Linear(num_features * E, E, bias=False)
+        self.input_norm = nn.RMSNorm(num_features * E, eps) if config.has_input_norm else nn.Identity()
+        self.fc = nn.Linear(num_features * E, E, bias=config.has_fc_bias)
         self.midlayer = EagleLayer(config)
         self.norm = nn.RMSNorm(E, eps)
         self.lm_head = nn.Linear(E, config.draft_vocab_size, bias=False)
@@ -231,7 +278,7 @@ class EagleHead(DraftHead):
         """[B, N, E] from the feature layers' hidden states, each [B, N, E]."""
         if self.fc_norm:
             features = [norm(feature) for norm, feature in zip(self.fc_norm, features, strict=True)]
-        return self.fc(torch.cat(features, dim=-1))
+        return self.fc(self.input_norm(torch.cat(features, dim=-1)))
 
     def forward(
         self, hidden: torch.Tensor, embedded: torch.Tensor, positions: torch.Tensor, attend: Attend
@@ -261,13 +308,15 @@ class Eagle1Head(DraftHead):
     def __init__(self, config: Eagle1Config) -> None:
         super().__init__(config)
         E = config.target.hidden_size
-        self.fc = nn.Linear(2 * E, E, bias=False)
+        self.fc = nn.Linear(2 * E, E, bias=config.has_fc_bias)
         self.layers = nn.ModuleList([Eagle1Layer(config)])
 
     def initialise(self, model: Any) -> None:
         """`fc` starts by passing the feature on: the first draft's logits are then the target's last ones."""
         E = self.config.target.hidden_size
         self.fc.weight.data.copy_(torch.cat([torch.zeros(E, E), torch.eye(E)], dim=1))
+        if self.fc.bias is not None:
+            self.fc.bias.data.zero_()
 
     @property
     def draft_ids(self) -> torch.Tensor:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from selfspec.app_cli import register as register_app
 from selfspec.config import SamplingParams
 from selfspec.data_cli import app as data_app
 from selfspec.fetch import default_target_path
 from selfspec.fetch import fetch as fetch_default_target
+from selfspec.interop_cli import app as interop_app
 from selfspec.options import DraftOptions, TargetOptions, command, quiet_libraries
 from selfspec.prompts import OutputWriter, PromptRow, read_prompts
 
@@ -22,14 +24,15 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(data_app, name="data")
+app.add_typer(interop_app)
+register_app(app)
 
 DEMO_PROMPTS = Path(__file__).parent / "data" / "demo_prompts.jsonl"
 
 DrafterOption = Annotated[
     str,
     typer.Option(
-        "--drafter",
-        help="what proposes tokens: none, ngram, eagle, medusa, early_exit, draft_model (each :PATH_OR_ID), truncated:LAYERS",
+        "--drafter", help="what proposes tokens: none, ngram, truncated:LAYERS, or NAME[:PATH_OR_ID] of a trained head"
     ),
 ]
 DraftersOption = Annotated[str, typer.Option("--drafters", help="the drafters to compare, with commas between them")]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from safetensors import SafetensorError
 from typer.testing import CliRunner
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGE_FOLDERS = ("selfspec", "heads", "kernels")
+PACKAGE_FOLDERS = ("selfspec", "heads", "kernels", "app")
 # Layer -> what it may import of ours.
 ALLOWED_IMPORTS = {
     "kernels": {"selfspec.kernels"},
@@ -33,7 +33,7 @@ def test_kernels_has_no_init():
     assert not (ROOT / "kernels" / "__init__.py").exists(), "it would hide the package of that name from transformers"
 
 
-@pytest.mark.parametrize("name", ["heads", "kernels"])
+@pytest.mark.parametrize("name", ["heads", "kernels", "app"])
 def test_links_are_relative(name):
     link = ROOT / "selfspec" / name
     assert link.is_symlink()
@@ -104,7 +104,7 @@ def test_wheel_holds_every_module_and_data_file(tmp_path):
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 copy.write_bytes(file.read_bytes())
                 expected.add(str(relative) if folder == "selfspec" else f"selfspec/{relative}")
-    for name in ("heads", "kernels"):
+    for name in ("heads", "kernels", "app"):
         (source / "selfspec" / name).symlink_to(Path("..", name))
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--wheel-dir", str(tmp_path), str(source)], check=True, capture_output=True)

@@ -1,0 +1,45 @@
+"""Heads: what a trained head is, and whether it fits the target."""
+
+from __future__ import annotations
+
+import gradio as gr
+
+from selfspec.app import render
+from selfspec.app.parts import COMPUTING, Updates, html
+from selfspec.app.workbench import Workbench
+from selfspec.failures import describe
+
+
+class HeadsTab:
+    """The tab's components and events; a head that fits joins the choice of `drafters`."""
+
+    def __init__(self, bench: Workbench, drafters: gr.Dropdown) -> None:
+        self._bench = bench
+        self._drafters = drafters
+        self._source = gr.Dropdown(
+            bench.shipped_heads(),
+            value=None,
+            allow_custom_value=True,
+            label="Head",
+            info="One that is shipped, or type a folder or an id on the Hugging Face Hub",
+            elem_id="source",
+        )
+        self._check = gr.Button("Does it fit?", variant="primary", elem_id="check")
+        self._verdict = html(elem_id="verdict")
+        self._facts = html(elem_id="facts")
+        self._card = gr.Markdown(elem_id="card")
+        self._check.click(self._examine, self._source, [self._verdict, self._facts, self._card, drafters], **COMPUTING)
+
+    def _examine(self, source: str | None) -> Updates:
+        try:
+            report = self._bench.examine(source or "")
+        except Exception as error:
+            if (sentence := describe(error)) is None:
+                raise
+            return {self._verdict: render.note(sentence, "error"), self._facts: "", self._card: ""}
+        return {
+            self._verdict: render.note(report.verdict, "error" if report.drafter is None else "good"),
+            self._facts: render.facts(report.facts),
+            self._card: report.card or "*This head has no card.*",
+            self._drafters: gr.Dropdown([(label, name) for name, label in self._bench.drafters.items()]),
+        }

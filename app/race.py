@@ -1,0 +1,278 @@
+"""Columns of a race: one prompt through several drafters, every verify step kept with its time, and the replay's schedule.
+
+Measured alone, a column's clock runs only while the decode loop does: what the page makes of a step, and how long it takes
+to show it, is never part of a figure. All tensors of a step become plain numbers and text here; nothing behind needs torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+
+from selfspec.compare import WARM_UP, Answer, Mode, first_difference
+from selfspec.decode import Step, decode
+from selfspec.detokenize import TextStream
+from selfspec.drafters import Drafter
+from selfspec.planner import Planner
+from selfspec.sequence import Request
+from selfspec.target import Target
+from selfspec.tree import chain
+
+# The page is drawn anew at most this often.
+SECONDS_PER_FRAME = 1 / 15
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of a candidate tree; `probability` is the drafter's estimate that its whole path is accepted."""
+
+    token_id: int
+    text: str
+    parent: int
+    depth: int
+    probability: float | None
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One verify step of one answer.
+
+    Attributes:
+        at: seconds from the start of the answer, prefill included, to the end of this step.
+        draft_seconds, verify_seconds, accept_seconds, host_seconds: its parts; host is what the loop spends between them.
+        nodes: the candidate tree without padding, the root first.
+        path: the accepted nodes, the root first.
+        chosen: the target's own token at each node of the path, as text: the accepted drafts, then the bonus token.
+        token_ids: the emitted ones, fewer than `chosen` where the answer ended.
+        pieces: the text that each emitted token completes; joined over all steps they are the answer.
+    """
+
+    at: float
+    draft_seconds: float
+    verify_seconds: float
+    accept_seconds: float
+    host_seconds: float
+    nodes: list[Node]
+    path: list[int]
+    chosen: list[str]
+    token_ids: list[int]
+    pieces: list[str]
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.path) - 1
+
+    @property
+    def max_depth(self) -> int:
+        return max(node.depth for node in self.nodes)
+
+    @property
+    def has_refused(self) -> bool:
+        return len(self.nodes) > len(self.path)
+
+
+@dataclass
+class Column:
+    """One drafter's answer, as far as it has come. `finish_reason` is None while it runs, and for good if it was stopped."""
+
+    name: str
+    label: str
+    steps: list[StepRecord] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    finish_reason: str | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for step in self.steps for token_id in step.token_ids]
+
+    @property
+    def text(self) -> str:
+        return "".join(piece for step in self.steps for piece in step.pieces)
+
+    def until(self, seconds: float) -> Column:
+        """The column as it stood at that time of its own clock."""
+        steps = [step for step in self.steps if step.at <= seconds]
+        is_whole = len(steps) == len(self.steps)
+        return Column(self.name, self.label, steps, self.prefill_seconds, self.finish_reason if is_whole else None)
+
+    def figures(self) -> Mode:
+        """Speed and acceptance so far, by the definitions of `selfspec compare`; needs at least one step."""
+        seconds = self.steps[-1].at
+        return Mode(self.name, [Answer(self.text, self.token_ids, len(self.steps), seconds)], seconds)
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where a column leaves the first one: the token's position, both tokens, and how far apart the target's logits are."""
+
+    position: int
+    text: str
+    expected_text: str
+    logit_gap: float
+
+
+def measure(
+    target: Target,
+    request: Request,
+    contestants: Sequence[tuple[Column, Drafter | None]],
+    *,
+    use_cost_guard: bool,
+    is_stopped: Callable[[], bool],
+) -> Iterator[Column]:
+    """Run every column alone, after a warm-up; yields it after each of its steps. A stop ends this one and the rest."""
+    for column, drafter in contestants:
+        warm_up = Request(request.prompt_ids, WARM_UP)
+        for _ in _records(target, warm_up, Column("", ""), drafter, use_cost_guard, is_stopped):
+            pass
+        yield from _records(target, request, column, drafter, use_cost_guard, is_stopped)
+
+
+def run_together(
+    target: Target,
+    request: Request,
+    contestants: Sequence[tuple[Column, Drafter | None]],
+    *,
+    use_cost_guard: bool,
+    is_stopped: Callable[[], bool],
+) -> Iterator[Column]:
+    """Let the columns take a step each in turn, sharing one clock: what one gains in speed is hidden by the others."""
+    start = time.perf_counter()
+    with ExitStack() as stack:
+        running = [
+            stack.enter_context(closing(_records(target, request, column, drafter, use_cost_guard, is_stopped, start)))
+            for column, drafter in contestants
+        ]
+        while running:
+            for records in list(running):
+                try:
+                    yield next(records)
+                except StopIteration:
+                    running.remove(records)
+
+
+def _records(
+    target: Target,
+    request: Request,
+    column: Column,
+    drafter: Drafter | None,
+    use_cost_guard: bool,
+    is_stopped: Callable[[], bool],
+    shared_start: float | None = None,
+) -> Generator[Column]:
+    """Decode into `column`. Its clock stands still between steps, unless it is a wall clock that others share."""
+    recorder = Recorder(target.tokenizer)
+    planner = None if use_cost_guard else Planner(is_active=False)
+    elapsed = 0.0
+    # It is a generator, though its signature promises less: closing it frees the cache and the drafter's state.
+    decoding = cast("Generator[Step]", decode(target, [request], drafter=drafter, planner=planner))
+    with closing(decoding) as steps:
+        while not is_stopped():
+            start = time.perf_counter()
+            step = next(steps, None)
+            seconds = time.perf_counter() - start
+            if step is None:
+                return
+            elapsed += seconds
+            [sequence] = step.sequences
+            if not column.steps:
+                # The first step brings the prompt's prefill with it.
+                column.prefill_seconds = sequence.prefill_seconds
+                seconds -= sequence.prefill_seconds
+            at = elapsed if shared_start is None else time.perf_counter() - shared_start
+            column.steps.append(recorder.record(step, at=at, seconds=seconds))
+            column.finish_reason = sequence.finish_reason
+            yield column
+
+
+class Recorder:
+    """Turns the steps of one answer into records; keeps what detokenisation needs from one to the next."""
+
+    def __init__(self, tokenizer: object) -> None:
+        self._tokenizer = tokenizer
+        self._stream = TextStream(tokenizer)
+
+    def record(self, step: Step, *, at: float, seconds: float) -> StepRecord:
+        """The first row of `step`, which took `seconds` in all."""
+        parts = step.seconds
+        nodes, index = self._nodes(step)
+        num_accepted = int(step.acceptance.num_accepted[0])
+        path = [index[node] for node in step.acceptance.path[0, : num_accepted + 1].tolist()]
+        chosen = step.acceptance.tokens[0, : num_accepted + 1].tolist()
+        return StepRecord(
+            at=at,
+            draft_seconds=parts.draft,
+            verify_seconds=parts.verify,
+            accept_seconds=parts.accept,
+            host_seconds=max(0.0, seconds - parts.draft - parts.verify - parts.accept),
+            nodes=nodes,
+            path=path,
+            chosen=[self._text(token_id) for token_id in chosen],
+            token_ids=step.emitted[0],
+            pieces=self._pieces(step.emitted[0], step.sequences[0].eos_token_ids, is_last=bool(step.finished)),
+        )
+
+    def _nodes(self, step: Step) -> tuple[list[Node], dict[int, int]]:
+        """The real nodes, and each one's place among them by its place in the tensors."""
+        tree = step.tree
+        tokens, parents, depths = tree.tokens[0].tolist(), tree.parents[0].tolist(), tree.depths[0].tolist()
+        scores: list[float] | None = None if tree.scores is None else tree.scores[0].exp().tolist()
+        index: dict[int, int] = {}
+        nodes: list[Node] = []
+        for i, token_id in enumerate(tokens):
+            if token_id >= 0:
+                index[i] = len(nodes)
+                parent = index[parents[i]] if parents[i] >= 0 else -1
+                nodes.append(Node(token_id, self._text(token_id), parent, depths[i], scores[i] if scores else None))
+        return nodes, index
+
+    def _pieces(self, token_ids: list[int], ends: frozenset[int], *, is_last: bool) -> list[str]:
+        """What each token adds. A character of several tokens belongs to the last of them, the end token adds nothing."""
+        pieces = []
+        for token_id in token_ids:
+            if token_id not in ends:
+                self._stream.push(token_id)
+            pieces.append(self._stream.take())
+        if is_last:
+            self._stream.finish()
+            pieces[-1] += self._stream.take(is_last=True)
+        return pieces
+
+    def _text(self, token_id: int) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.decode([token_id])  # type: ignore[attr-defined]
+
+
+def parting(target: Target, prompt_ids: list[int], column: Column, reference: Column) -> Parting | None:
+    """Where two whole answers differ first; None where they are the same token for token."""
+    difference = first_difference(column.figures(), reference.figures())
+    if difference is None:
+        return None
+    ours, theirs = column.token_ids, reference.token_ids
+    at = difference.position
+    # Neither is the other's beginning: what ends an answer, its end token or the same limit, ends both.
+    gap = logit_gap(target, prompt_ids + theirs[:at], ours[at], theirs[at])
+    return Parting(at, target.tokenizer.decode([ours[at]]), target.tokenizer.decode([theirs[at]]), gap)
+
+
+@torch.inference_mode()
+def logit_gap(target: Target, prefix_ids: list[int], token_id: int, other_id: int) -> float:
+    """How far apart the target's logits of two tokens are behind a prefix, in a pass over one node."""
+    cache = target.new_cache()
+    row = cache.open_row()
+    prefix = torch.tensor(prefix_ids, device=target.device)
+    target.prefill(prefix[:-1], row, cache)
+    logits = target.verify(chain(prefix[-1:]), [row], cache).logits[0, 0].float()
+    return abs(float(logits[token_id] - logits[other_id]))
+
+
+def frame_times(columns: Iterable[Column]) -> Iterator[float]:
+    """When to draw, in seconds of the race: as soon as a step is over, but never two frames closer than the limit."""
+    last = float("-inf")
+    for at in sorted(step.at for column in columns for step in column.steps):
+        if at > last:
+            last = max(at, last + SECONDS_PER_FRAME)
+            yield last

@@ -1,0 +1,127 @@
+"""What a person sets on the page, checked, and its form as a link."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+from urllib.parse import urlencode
+
+from selfspec.config import SamplingParams
+
+MESSAGE, CHAT, TEXT = "message", "chat", "text"
+ALONE, LIVE = "alone", "live"
+
+MAX_NEW_TOKENS = 512
+# Beside plain decoding, which always runs: more columns than four leave no width to read them.
+MAX_DRAFTERS = 3
+
+LABELS = {
+    "none": "autoregressive",
+    "ngram": "n-gram",
+    "medusa": "Medusa",
+    "eagle": "EAGLE",
+    "early_exit": "early exit",
+    "draft_model": "draft model",
+    "truncated": "first layers",
+}
+
+EXAMPLES = {
+    "Chat": "What should I see in Paris if I have only one day?",
+    "Code": "Write a Python function that returns the n-th Fibonacci number, and explain how it works.",
+    "Summary": (
+        "Summarize: The library of Alexandria was one of the largest and most significant libraries of the ancient world. "
+        "It was part of a research institution called the Mouseion, which was dedicated to the Muses, the nine goddesses "
+        "of the arts. The library quickly acquired many papyrus scrolls, due largely to the Ptolemaic kings' well-funded "
+        "policies for procuring texts. Alexandria came to be regarded as the capital of knowledge and learning, in part "
+        "because of the library. It declined gradually over several centuries, starting with the purging of intellectuals "
+        "from Alexandria in 145 BC."
+    ),
+    "Maths": "A farmer has 17 sheep. He buys 5 more, then sells 8. How many sheep does he have now? Think step by step.",
+    "Translation": "Translate German to English: Alle Tickets behalten für diese Shows ihre Gültigkeit.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One race. `kind` says how the target reads the prompt: as one message, a chat's next one, or text to go on with."""
+
+    prompt: str = ""
+    kind: str = MESSAGE
+    system: str = ""
+    drafters: tuple[str, ...] = ("ngram",)
+    timing: str = ALONE
+    max_new_tokens: int = 96
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    use_cost_guard: bool = True
+
+    def __post_init__(self) -> None:
+        drafters = tuple(dict.fromkeys(name.strip() for name in self.drafters if name.strip() not in ("", "none")))
+        object.__setattr__(self, "drafters", drafters)
+        if not 1 <= len(drafters) <= MAX_DRAFTERS:
+            raise ValueError(f"{len(drafters)} drafters are chosen: choose one to {MAX_DRAFTERS} to race plain decoding")
+        for name in drafters:
+            if name.partition(":")[0] not in LABELS:
+                known = ", ".join(known for known in LABELS if known != "none")
+                raise ValueError(f"{name} is no drafter: choose one from the list, or type {known} and what it needs")
+        for name, value, allowed in ("kind", self.kind, (MESSAGE, CHAT, TEXT)), ("timing", self.timing, (ALONE, LIVE)):
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r} is not known: use {', '.join(allowed)}")
+        if self.max_new_tokens > MAX_NEW_TOKENS:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} is too many for the page: use at most {MAX_NEW_TOKENS}")
+        _ = self.sampling
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Always seeded: unseeded samples differ by design, and could not be compared."""
+        return SamplingParams(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+        )
+
+    def query(self) -> str:
+        """The settings that are not the default, as the part of an address behind its question mark."""
+        changed: dict[str, Any] = {}
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if value != setting.default:
+                changed[setting.name] = ",".join(value) if isinstance(value, tuple) else value
+        return urlencode(changed)
+
+    @classmethod
+    def from_query(cls, query: Mapping[str, str]) -> Settings:
+        """The settings of a link; keys that are not settings are somebody else's. Raises ValueError on a bad value."""
+        values: dict[str, Any] = {}
+        for setting in fields(cls):
+            if (text := query.get(setting.name)) is None:
+                continue
+            try:
+                values[setting.name] = _READERS[type(setting.default)](text)
+            except (ValueError, KeyError):
+                raise ValueError(f"the link's {setting.name}={text!r} cannot be read: correct it or leave it out") from None
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+_READERS: dict[type, Any] = {
+    str: str,
+    int: int,
+    float: float,
+    bool: {"True": True, "False": False}.__getitem__,
+    tuple: lambda text: tuple(text.split(",")),
+}
+
+
+def label_of(drafter: str) -> str:
+    """A drafter's name for a column's head: `eagle:runs/mine/head` is `EAGLE · head`."""
+    name, _, argument = drafter.partition(":")
+    label = LABELS.get(name, name)
+    return f"{label} · {argument.rstrip('/').rpartition('/')[2]}" if argument else label

@@ -1,0 +1,59 @@
+"""Why: the last race step by step, with the candidate tree of each and what became of its nodes."""
+
+from __future__ import annotations
+
+import gradio as gr
+
+from selfspec.app import render
+from selfspec.app.parts import DRAWING, Updates, html
+from selfspec.app.race import Column
+from selfspec.app.workbench import Race
+
+
+class WhyTab:
+    """The tab's components and events; it shows whatever race `finished` holds."""
+
+    def __init__(self, finished: gr.State) -> None:
+        self._hint = html(render.note("Run a race under Compare first: its steps can then be looked into here."))
+        with gr.Column(visible=False) as self._body:
+            self._column = gr.Radio([], label="Column", elem_id="column")
+            self._number = gr.Slider(1, 2, 1, step=1, label="Verify step", elem_id="step")
+            self._step = html(elem_id="tree")
+            self._text = html(elem_id="text")
+            self._plots = html(elem_id="plots")
+        drawn = [self._step, self._text]
+        finished.change(
+            self._open, finished, [self._hint, self._body, self._column, self._number, self._plots, *drawn], **DRAWING
+        )
+        self._column.input(self._show_column, [finished, self._column], [self._number, self._plots, *drawn], **DRAWING)
+        self._number.input(self._show_step, [finished, self._column, self._number], drawn, **DRAWING)
+
+    def _open(self, race: Race) -> Updates:
+        columns = [column for column in race.columns if column.steps]
+        if not columns:
+            return {self._hint: gr.HTML(visible=True), self._body: gr.Column(visible=False)}
+        # The last column is the one that somebody chose to try.
+        name = columns[-1].name
+        return {
+            self._hint: gr.HTML(visible=False),
+            self._body: gr.Column(visible=True),
+            self._column: gr.Radio([(column.label, column.name) for column in columns], value=name),
+            **self._show_column(race, name),
+        }
+
+    def _show_column(self, race: Race, name: str) -> Updates:
+        column = race.column(name)
+        # Begin where the first tree shown has most to say: something refused, much accepted.
+        best = max(range(len(column.steps)), key=lambda i: (column.steps[i].has_refused, column.steps[i].num_accepted))
+        return {
+            self._number: gr.Slider(maximum=max(2, len(column.steps)), value=best + 1),
+            self._plots: render.plots(column),
+            **self._draw(column, best),
+        }
+
+    def _show_step(self, race: Race, name: str, number: int) -> Updates:
+        column = race.column(name)
+        return self._draw(column, min(number, len(column.steps)) - 1)
+
+    def _draw(self, column: Column, at: int) -> Updates:
+        return {self._step: render.step(column.steps, at), self._text: render.answer(column.steps, at)}

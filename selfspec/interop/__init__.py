@@ -1,0 +1,79 @@
+"""Checkpoints of other tools: into heads of ours, and heads of ours into folders that other engines serve.
+
+A dialect is told by its tensors and its config, never by its path. Every tensor has a place, or the import stops.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from selfspec.heads import HEADS
+from selfspec.heads.base import DraftHead, find_head, read_config
+from selfspec.heads.eagle import Eagle1Head, EagleHead
+from selfspec.heads.early_exit import DistilledDraft
+from selfspec.heads.medusa import MedusaHead
+from selfspec.hub import identity
+from selfspec.interop.draft_model import check_draft_model, is_draft_model, write_draft_model
+from selfspec.interop.eagle1 import is_eagle1, read_eagle1, write_eagle1
+from selfspec.interop.eagle3 import Conventions, is_eagle3, read_eagle3, write_eagle3
+from selfspec.interop.files import read_checkpoint
+from selfspec.interop.medusa import is_medusa, read_medusa, write_medusa
+from selfspec.target import Target
+
+FORMATS = ("vllm", "sglang", "speculators", "medusa")
+
+
+def import_head(
+    source: str, target: Target, conventions: Conventions | None = None, *, revision: str | None = None
+) -> DraftHead | None:
+    """The head in a foreign checkpoint, for this target; None for a draft model, which needs no import.
+
+    Raises:
+        ValueError: a dialect that is not known, tensors that are damaged, missing or left over, or another target's head.
+    """
+    checkpoint, ours = read_checkpoint(source, revision), identity(target)
+    if "head_type" in checkpoint.config:
+        raise checkpoint.refuse("this is a selfspec head already: name it as the drafter")
+    if is_medusa(checkpoint):
+        return read_medusa(checkpoint, target, ours)
+    if is_eagle3(checkpoint):
+        return read_eagle3(checkpoint, target, ours, conventions or Conventions())
+    if is_eagle1(checkpoint):
+        return read_eagle1(checkpoint, target, ours)
+    if is_draft_model(checkpoint):
+        check_draft_model(source, target)
+        return None
+    some = ", ".join(sorted(checkpoint.tensors)[:3])
+    raise checkpoint.refuse(f"neither Medusa nor EAGLE heads nor a model are called so: {some} …")
+
+
+def export_head(source: str, target: Target, engine: str, directory: Path) -> list[str]:
+    """Write a head of ours for another engine; returns the commands that serve it there.
+
+    Raises:
+        ValueError: the format cannot express the head, by name of what it lacks; or the head is another target's.
+    """
+    if engine not in FORMATS:
+        raise ValueError(f"format {engine!r} is not known: use {', '.join(FORMATS)}")
+    if directory.exists() and any(directory.iterdir()):
+        raise ValueError(f"{directory} is not empty: name a new directory")
+    head = load_as_stored(source)
+    head.config.target.check(identity(target))
+    if isinstance(head, DistilledDraft):
+        return write_draft_model(head, target, engine, directory)
+    if isinstance(head, MedusaHead) and engine in ("medusa", "vllm"):
+        export = write_medusa(head, target, str(directory))
+    elif isinstance(head, EagleHead) and engine != "medusa":
+        export = write_eagle3(head, target, engine, str(directory))
+    elif isinstance(head, Eagle1Head):
+        export = write_eagle1(head, target, engine, str(directory))
+    else:
+        raise ValueError(f"{engine} has no {head.config.head_type} heads: selfspec serves this one alone")
+    export.save(directory)
+    return export.commands
+
+
+def load_as_stored(source: str) -> DraftHead:
+    """A head of ours in the dtype of its file."""
+    directory = find_head(source)
+    return HEADS[read_config(directory)["head_type"]].from_pretrained(directory)

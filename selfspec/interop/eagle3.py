@@ -1,0 +1,221 @@
+"""EAGLE-3 checkpoints, in both directions.
+
+The original repository, SpecForge and SGLang call the decoder layer `midlayer`, ModelOpt and speculators `layers.0`; the
+speculators format has a config of its own around the layer's. What else differs is in `selfspec.interop.facts`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from selfspec.heads.base import TargetIdentity
+from selfspec.heads.eagle import EagleConfig, EagleHead
+from selfspec.interop import facts as dialects
+from selfspec.interop.commands import NUM_DRAFT_TOKENS, serve
+from selfspec.interop.facts import EAGLE3
+from selfspec.interop.files import Checkpoint, Export, fill, rename
+from selfspec.interop.layer import read_layer, take_embedding, with_all_biases, without_zero_biases, write_layer
+from selfspec.target import Target
+
+LAYER = "midlayer."
+# Names of other tools, as patterns, and ours.
+ALIASES = {
+    r"^model\.": "",
+    r"^layers\.0\.": LAYER,
+    r"^aux_norm_low\.": "fc_norm.0.",
+    r"^aux_norm_mid\.": "fc_norm.1.",
+    r"^aux_norm_high\.": "fc_norm.2.",
+}
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """What a checkpoint cannot say for certain; None reads it from the checkpoint."""
+
+    feature_layers: tuple[int, ...] | None = None
+    norm_before_residual: bool | None = None
+
+
+def is_eagle3(checkpoint: Checkpoint) -> bool:
+    return any(rename(name, ALIASES) == f"{LAYER}hidden_norm.weight" for name in checkpoint.tensors)
+
+
+def read_eagle3(checkpoint: Checkpoint, target: Target, identity: TargetIdentity, conventions: Conventions) -> EagleHead:
+    """The head in a checkpoint of any EAGLE-3 dialect."""
+    config = checkpoint.config
+    kind = config.get("speculators_model_type")
+    if kind not in (None, "eagle3"):
+        raise checkpoint.refuse(f"speculators_model_type is {kind!r}, and selfspec reads eagle3")
+    dialect = "speculators" if kind else "vllm" if config.get("eagle_aux_hidden_state_layer_ids") else "sglang"
+    layer_config = {**config, **config.get("transformer_layer_config", {})} if kind else config
+    checkpoint = without_zero_biases(checkpoint.renamed(ALIASES))
+    state = checkpoint.tensors
+    shape = read_layer(layer_config, LAYER, checkpoint, identity)
+    take_embedding(state, checkpoint, target)
+    eagle_config = config.get("eagle_config") or {}
+    if eagle_config.get("use_aux_hidden_state") is False:
+        raise checkpoint.refuse("eagle_config.use_aux_hidden_state is false: selfspec's EAGLE-3 heads fuse several layers")
+    features = conventions.feature_layers or _features(checkpoint, dialect, identity)
+    size = _draft_vocabulary(state, checkpoint, layer_config, target)
+    head = EagleHead(
+        EagleConfig(
+            target=identity,
+            feature_layers=features,
+            draft_vocab_size=size,
+            has_fc_norm="fc_norm.0.weight" in state,
+            has_input_norm="input_norm.weight" in state,
+            feeds_normed=bool(config.get("norm_output", False)),
+            norm_before_residual=_norm_before_residual(checkpoint, dialect, conventions),
+            **shape,
+        )
+    )
+    _check_flags(checkpoint, head.config, eagle_config)
+    fill(head, state, checkpoint)
+    return head
+
+
+def write_eagle3(head: EagleHead, target: Target, dialect: str, directory: str) -> Export:
+    """What the dialect's engine loads."""
+    facts, config = EAGLE3[dialect], head.config
+    _check_expressible(config, dialect)
+    model_type, num_layers = config.target.model_type, config.target.num_layers
+    try:
+        ids = dialects.layer_ids_of(config.feature_layers, facts, model_type, num_layers)
+    except ValueError as error:
+        raise ValueError(f"{dialect} cannot express this head: {error}") from error
+    state = head.state_dict()
+    offsets = state.pop("d2t")
+    state = with_all_biases(state, LAYER)
+    tensors = {re.sub(f"^{re.escape(LAYER)}", facts.layer, name): value for name, value in state.items()}
+    if config.draft_vocab_size < config.target.vocab_size:
+        can_draft = torch.zeros(config.target.vocab_size, dtype=torch.bool)
+        can_draft[head.draft_ids] = True
+        tensors |= {"d2t": offsets, "t2d": can_draft}
+    elif bool(offsets.any()):
+        # With all tokens to draft vLLM has no place for a map, and stops at one.
+        raise ValueError(f"{dialect} cannot express this head: d2t reorders a full vocabulary")
+    if facts.needs_embedding:
+        embedding = target.model.get_input_embeddings().weight.detach()
+        tensors["embed_tokens.weight"] = embedding.to(head.fc.weight.dtype)
+    architecture = facts.qk_norm_architecture if config.has_qk_norm else facts.architecture
+    layer = write_layer(config, target, head.fc.weight.dtype) | {"num_aux_hidden_states": len(ids)}
+    record: dict[str, Any] = {
+        "architectures": [architecture],
+        "draft_vocab_size": config.draft_vocab_size,
+        # Always all of them: the defaults of those who read it differ.
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.has_input_norm,
+        "fc_norm": config.has_fc_norm,
+        "norm_output": config.feeds_normed,
+    }
+    if dialect == "speculators":
+        record |= {
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.9.0",
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": NUM_DRAFT_TOKENS}],
+                "verifier": {"name_or_path": target.name, "architectures": target.model.config.architectures or []},
+            },
+            "transformer_layer_config": layer,
+            "eagle_aux_hidden_state_layer_ids": ids,
+            "target_hidden_size": None,
+        }
+    elif facts.counts_outputs:
+        record |= layer | {"eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids}}
+    else:
+        record |= layer | {"eagle_aux_hidden_state_layer_ids": ids}
+    return Export(record, tensors, [serve(dialect, "eagle3", target.name, directory)])
+
+
+def _features(checkpoint: Checkpoint, dialect: str, target: TargetIdentity) -> tuple[int, ...]:
+    config = checkpoint.config
+    ids = config.get("eagle_aux_hidden_state_layer_ids")
+    ids = ids or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if ids:
+        return dialects.features_of(ids, EAGLE3[dialect], target.model_type, target.num_layers)
+    return dialects.default_features(target.num_layers)
+
+
+def _norm_before_residual(checkpoint: Checkpoint, dialect: str, conventions: Conventions) -> bool:
+    for value in (
+        conventions.norm_before_residual,
+        checkpoint.config.get("norm_before_residual"),
+        EAGLE3[dialect].default_norm_before_residual,
+    ):
+        if value is not None:
+            return bool(value)
+    raise checkpoint.refuse(
+        "norm_before_residual is not in the config, and vLLM takes that for true and the speculators package for false: "
+        "pass --norm-before-residual or --no-norm-before-residual"
+    )
+
+
+def _draft_vocabulary(
+    state: dict[str, torch.Tensor], checkpoint: Checkpoint, layer_config: dict[str, Any], target: Target
+) -> int:
+    """The draft vocabulary's size; `lm_head.weight` and `d2t` are in `state` afterwards, and `t2d` is not."""
+    all_tokens = layer_config.get("vocab_size") or target.vocab_size
+    size = checkpoint.config.get("draft_vocab_size")
+    if "lm_head.weight" not in state:
+        # Engines take the target's then; a head here has its own, which begins as a copy.
+        if layer_config.get("tie_word_embeddings"):
+            shared = target.model.get_input_embeddings()
+        elif size is None:
+            shared = target.model.get_output_embeddings()
+        else:
+            raise checkpoint.refuse(f"lm_head.weight is missing, and draft_vocab_size {size} says that there is one")
+        state["lm_head.weight"] = shared.weight.detach().to("cpu", state["norm.weight"].dtype).clone()
+        all_tokens = size = target.vocab_size
+    if size not in (None, len(state["lm_head.weight"])):
+        raise checkpoint.refuse(f"draft_vocab_size is {size}, and lm_head.weight has {len(state['lm_head.weight'])} rows")
+    size = len(state["lm_head.weight"])
+    if size > target.vocab_size:
+        raise checkpoint.refuse(f"it drafts {size} tokens, and {target.name} has {target.vocab_size}: name its own target")
+    offsets, can_draft = state.pop("d2t", None), state.pop("t2d", None)
+    if offsets is None:
+        if size != all_tokens:
+            raise checkpoint.refuse(f"d2t is missing: it says which {size} of {all_tokens} tokens are drafted")
+        offsets = torch.zeros(size, dtype=torch.int64)
+    state["d2t"] = offsets = offsets.long()
+    if len(offsets) != size:
+        raise checkpoint.refuse(f"d2t has {len(offsets)} entries and lm_head.weight {size} rows")
+    ids = offsets + torch.arange(size)
+    if int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size or len(ids.unique()) < size:
+        raise checkpoint.refuse("d2t does not lead to as many tokens of the target: it must hold target id minus draft id")
+    if can_draft is not None and not torch.equal(can_draft.nonzero().flatten(), ids.sort().values):
+        raise checkpoint.refuse("t2d and d2t name different tokens: one of them is of another checkpoint")
+    return size
+
+
+def _check_flags(checkpoint: Checkpoint, config: EagleConfig, eagle_config: dict[str, Any]) -> None:
+    """A norm is there if the config says so, and only then: engines go by the config, and this reads the tensors."""
+    written = {**checkpoint.config, **eagle_config}
+    for keys, name, is_there in (
+        (("fc_norm", "use_aux_norm"), "fc_norm.0.weight", config.has_fc_norm),
+        (("norm_before_fc",), "input_norm.weight", config.has_input_norm),
+    ):
+        flags = [written[key] for key in keys if written.get(key) is not None]
+        if flags and any(flags) != is_there:
+            raise checkpoint.refuse(
+                f"{keys[0]} is {any(flags)} in the config, and {name} is {'' if is_there else 'not '}there"
+            )
+
+
+def _check_expressible(config: EagleConfig, dialect: str) -> None:
+    facts = EAGLE3[dialect]
+    has_attention_bias = config.has_qkv_bias or config.has_o_bias
+    cannot = {
+        "has_fc_bias": config.has_fc_bias,
+        "norm_before_residual": config.norm_before_residual and not facts.can_norm_before_residual,
+        "has_qk_norm": config.has_qk_norm and facts.qk_norm_architecture is None,
+        "biases in its attention": has_attention_bias and (not facts.can_have_attention_bias or config.has_qk_norm),
+        "both has_fc_norm and has_input_norm": config.has_fc_norm and config.has_input_norm,
+    }
+    if wanted := [name for name, is_wanted in cannot.items() if is_wanted]:
+        raise ValueError(f"{dialect} cannot express this head: it has {', '.join(wanted)}")

@@ -1,0 +1,214 @@
+"""A foreign checkpoint's folder: its config, all its tensors, and a look at every one for damage."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from selfspec.heads.base import CONFIG_NAME, DraftHead
+
+UNPICKLE = Path(__file__).with_name("unpickle.py")
+
+# The names under which weights are published. Folders hold other pickles, too: of training arguments, of optimisers.
+SAFE = ("*.safetensors",)
+PICKLES = ("pytorch_model*.bin", "medusa_lm_head.pt")
+
+# Trained weights are neither this large nor, but for a few, this small; memory that nobody wrote to is either.
+LARGEST = 1e4
+SMALLEST = 1e-30
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A config and the tensors beside it, by the names they were saved under."""
+
+    source: str
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+    def refuse(self, reason: str) -> ValueError:
+        return ValueError(f"{self.source}: {reason}")
+
+    def renamed(self, aliases: Mapping[str, str]) -> Checkpoint:
+        """The tensors by other names, but for the rotary frequencies, which old versions of transformers saved.
+
+        Args:
+            aliases: patterns at which to replace a name, in this order, and what to put there.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        for name, value in self.tensors.items():
+            ours = rename(name, aliases)
+            if ours.endswith("rotary_emb.inv_freq"):
+                continue
+            if ours in tensors:
+                raise self.refuse(f"{name} is there under another name, too: leave one of them")
+            tensors[ours] = value
+        return Checkpoint(self.source, self.config, tensors)
+
+
+@dataclass(frozen=True)
+class Export:
+    """What an engine loads.
+
+    Attributes:
+        commands: how to serve it there.
+        weights_name: the file that the engine looks for.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    commands: list[str]
+    weights_name: str = "model.safetensors"
+
+    def save(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {name: value.detach().cpu().contiguous() for name, value in self.tensors.items()}
+        save_file(tensors, directory / self.weights_name, metadata={"format": "pt"})
+        (directory / CONFIG_NAME).write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
+
+
+def read_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
+    """The checkpoint in a folder or on the Hub.
+
+    Raises:
+        ValueError: none there, or a file that cannot be read or holds damaged tensors; the sentence names it.
+    """
+    directory = _find(source, revision)
+    try:
+        config = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{source}: {CONFIG_NAME} cannot be read ({error}): it says what the weights are") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{source}: {CONFIG_NAME} holds no JSON object")
+    tensors: dict[str, torch.Tensor] = {}
+    for path in _weight_files(directory, source):
+        for name, value in _load(path).items():
+            if name in tensors:
+                raise ValueError(f"{source}: {name} is in {path.name} and in another file: leave one of them")
+            tensors[name] = value
+    check_tensors(source, tensors)
+    return Checkpoint(source, config, tensors)
+
+
+def check_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise a ValueError that names the tensors which no training leaves behind."""
+    damaged = [f"{name} {damage}" for name, value in tensors.items() if (damage := _damage(name, value))]
+    if damaged:
+        more = f", and {len(damaged) - 3} more are as bad" if len(damaged) > 3 else ""
+        raise ValueError(f"{source}: {'; '.join(damaged[:3])}{more}: fetch or export the checkpoint again")
+
+
+def rename(name: str, aliases: Mapping[str, str]) -> str:
+    for pattern, replacement in aliases.items():
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def fill(head: DraftHead, state: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> DraftHead:
+    """Put the tensors, by our names, into a head of their shapes; each keeps its dtype.
+
+    Raises:
+        ValueError: tensors that are missing, left over or of another shape; the sentence names all of them.
+    """
+    own = head.state_dict()
+    faults = [f"{name} is missing" for name in own if name not in state]
+    faults += [f"{name} has no place in the head" for name in state if name not in own]
+    for name, value in own.items():
+        if name in state and state[name].shape != value.shape:
+            faults.append(f"{name} is {list(state[name].shape)} and should be {list(value.shape)}")
+    if faults:
+        raise checkpoint.refuse("; ".join(faults))
+    head.load_state_dict(dict(state), assign=True)
+    return head.eval().requires_grad_(False)
+
+
+def is_same_weight(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """True where a copy of a weight says the same as ours, in whichever precision is the lower."""
+    if ours.shape != theirs.shape:
+        return False
+    lower = min((ours.dtype, theirs.dtype), key=lambda dtype: torch.finfo(dtype).bits)
+    # float32 that was bfloat16 once is no exact float16, so that equal means equal to a rounding.
+    gap = (ours.to(lower).float() - theirs.to(lower).to(ours.device).float()).norm() / ours.float().norm()
+    return bool(gap < 1e-3)
+
+
+def _find(source: str, revision: str | None) -> Path:
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        return Path(snapshot_download(source, revision=revision, allow_patterns=[CONFIG_NAME, *SAFE, *PICKLES]))
+    except Exception as error:
+        first = str(error).strip().splitlines()
+        raise ValueError(
+            f"{source}: no such folder, and no checkpoint to be had from the Hugging Face Hub "
+            f"({first[0] if first else type(error).__name__}): check the spelling and your network"
+        ) from error
+
+
+def _weight_files(directory: Path, source: str) -> list[Path]:
+    """All safetensors, or where there are none all pickles."""
+    for patterns in (SAFE, PICKLES):
+        if files := sorted(path for pattern in patterns for path in directory.glob(pattern)):
+            return files
+    raise ValueError(f"{source}: there are no weights: no {names([*SAFE, *PICKLES])}")
+
+
+def _load(path: Path) -> dict[str, torch.Tensor]:
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path}: the file is damaged ({error}): fetch it again") from error
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "model.safetensors"
+        command = [sys.executable, "-I", str(UNPICKLE), str(path.resolve()), str(output)]
+        result = subprocess.run(command, cwd=folder, env={}, capture_output=True, text=True, check=False)
+        if result.returncode:
+            reason = (result.stderr.strip().splitlines() or ["the process died"])[-1]
+            raise ValueError(
+                f"{path}: this pickle could not be read as weights alone ({reason}): fetch a checkpoint in safetensors"
+            )
+        # Read whole: the folder goes away.
+        return {name: value.clone() for name, value in load_file(output).items()}
+
+
+def _damage(name: str, value: torch.Tensor) -> str | None:
+    if not value.is_floating_point() or not value.numel():
+        return None
+    magnitude = value.float().abs()
+    if not bool(magnitude.isfinite().all()):
+        return "holds values that are not finite"
+    if value.ndim == 1:
+        # A norm that was never trained is all ones, and a bias all zeros: both are what they say.
+        is_zero_norm = not name.endswith("bias") and not bool(magnitude.any())
+        return "is all zeros" if is_zero_norm else _uninitialised(magnitude)
+    if not bool(magnitude.any()):
+        return "is all zeros"
+    if value.numel() > 1 and bool((value == value.flatten()[0]).all()):
+        return "holds one value throughout"
+    return _uninitialised(magnitude)
+
+
+def _uninitialised(magnitude: torch.Tensor) -> str | None:
+    is_tiny = (magnitude > 0) & (magnitude < SMALLEST)
+    if bool((magnitude > LARGEST).any()) or float(is_tiny.float().mean()) > 0.01:
+        return "looks like memory that was never written to"
+    return None
+
+
+def names(values: Iterable[str]) -> str:
+    """`a, b and c`."""
+    *first, last = values
+    return f"{', '.join(first)} and {last}" if first else last

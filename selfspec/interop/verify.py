@@ -1,0 +1,268 @@
+"""Does a head draft what its target says? Acceptance position by position, and that of its nearest misreadings.
+
+A head whose layers, token map or norms are misread loads and serves without an error; only its drafts are rejected. Each
+convention that checkpoints disagree on is tried the other way: where that accepts more, the head was imported wrongly.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from selfspec.config import SamplingParams
+from selfspec.drafters import Drafter, drafter_of
+from selfspec.generation import Prompt, encode, generate
+from selfspec.heads.base import DraftHead
+from selfspec.heads.eagle import Eagle1Head, EagleHead
+from selfspec.heads.medusa import MedusaHead
+from selfspec.hub import identity
+from selfspec.interop.files import check_tensors
+from selfspec.target import Target, Verification
+from selfspec.train.unrolled import unrolled_attention
+from selfspec.tree import CandidateTree
+
+if TYPE_CHECKING:
+    from selfspec.accept import Acceptance
+    from selfspec.sequence import Batch
+    from selfspec.sequence import Sequence as DecodedSequence
+
+DEPTH = 4
+# With fewer drafts a position says nothing.
+MIN_DRAFTS = 20
+AS_IT_IS = "as it is"
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What decoding with the head gave.
+
+    Attributes:
+        drafted: for each depth, how often a draft there followed accepted ones only.
+        accepted: how often it was accepted.
+        acceptance_length: tokens emitted per target pass, the bonus token included.
+        chance: share of the answers' most frequent token, which a draft that never changes would have accepted.
+    """
+
+    drafted: list[int]
+    accepted: list[int]
+    acceptance_length: float
+    chance: float
+
+    @property
+    def rates(self) -> list[float]:
+        return [a / d if d else 0.0 for a, d in zip(self.accepted, self.drafted, strict=True)]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The head under some conventions, asked at every token of the answers.
+
+    Attributes:
+        hits: [R, DEPTH] whether the draft of each depth is the answer's token, those before it being so.
+    """
+
+    name: str
+    hits: torch.Tensor
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[R] how many drafts in a row would be accepted."""
+        return self.hits.int().cumprod(1).sum(1).double()
+
+    def is_better_than(self, other: Reading) -> bool:
+        """By more than chance brings about, and by enough to matter."""
+        gain = self.lengths - other.lengths
+        is_certain = float(gain.mean()) > 2.5 * float(gain.std()) / math.sqrt(len(gain))
+        return is_certain and float(gain.mean()) > 0.02 * (1 + float(other.lengths.mean()))
+
+
+@dataclass(frozen=True)
+class Report:
+    """Serving, the head's readings (as it is first; none where no convention is open), and what is wrong, if anything."""
+
+    serving: Serving
+    readings: list[Reading]
+    problem: str | None
+
+
+def verify_head(head: DraftHead, target: Target, prompts: Sequence[Prompt], *, max_new_tokens: int = 64) -> Report:
+    """Check a head against its target, then let it draft the target's greedy answers to some prompts.
+
+    Raises:
+        ValueError: the head is another target's, or a weight is damaged.
+    """
+    head.config.target.check(identity(target))
+    check_tensors(f"the {head.config.head_type} head", head.weights())
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    prompt_ids = [encode(target, prompt, i) for i, prompt in enumerate(prompts)]
+    serving, answers = serve(head, target, prompt_ids, sampling)
+    heads = {AS_IT_IS: copy.deepcopy(head).to(target.device, target.dtype)}
+    heads |= misreadings(heads[AS_IT_IS])
+    readings = []
+    if len(heads) > 1:
+        features = sorted({k for each in heads.values() for k in each.features})
+        texts = [Text.of(*text, features, target) for text in zip(prompt_ids, answers, strict=True)]
+        readings = [Reading(name, hits(each, target, texts)) for name, each in heads.items()]
+    return Report(serving, readings, _problem(serving, readings))
+
+
+def serve(
+    head: DraftHead, target: Target, prompts: Sequence[Prompt], sampling: SamplingParams
+) -> tuple[Serving, list[list[int]]]:
+    """Decode with chains of drafts; also returns the answers."""
+    # A copy: drafters lay a head's weights out anew.
+    drafter = Watched(drafter_of(copy.deepcopy(head), target, width=1, num_nodes=DEPTH + 1, num_draft_tokens=DEPTH))
+    completions = generate(
+        target, prompts, drafter=drafter, sampling=sampling, batch_size=len(prompts), use_cost_guard=False
+    )
+    answers = [completion.token_ids for completion in completions]
+    counts = Counter(token for answer in answers for token in answer)
+    chance = counts.most_common(1)[0][1] / counts.total()
+    num_passes = sum(completion.num_target_passes for completion in completions)
+    return Serving(drafter.drafted, drafter.accepted, counts.total() / num_passes, chance), answers
+
+
+class Watched(Drafter):
+    """Lets another drafter work, and counts what becomes of its chains (see `Serving`)."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.name, self.features = drafter.name, drafter.features
+        self.num_draft_tokens = drafter.num_draft_tokens
+        self.drafted, self.accepted = [0] * DEPTH, [0] * DEPTH
+
+    def admit(self, sequence: DecodedSequence, features: Mapping[int, torch.Tensor]) -> None:
+        self.drafter.admit(sequence, features)
+
+    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+        return self.drafter.propose(batch, num_draft_tokens)
+
+    def verify(self, target: Target, batch: Batch, tree: CandidateTree) -> Verification:
+        return self.drafter.verify(target, batch, tree)
+
+    def commit(
+        self, batch: Batch, tree: CandidateTree, acceptance: Acceptance, features: Mapping[int, torch.Tensor]
+    ) -> None:
+        deepest = torch.where(tree.tokens >= 0, tree.depths, 0).amax(1)
+        for depth, num_accepted in zip(deepest.tolist(), acceptance.num_accepted.tolist(), strict=True):
+            for d in range(min(depth, num_accepted + 1)):
+                self.drafted[d] += 1
+                self.accepted[d] += d < num_accepted
+        self.drafter.commit(batch, tree, acceptance, features)
+
+    def retire(self, sequence: DecodedSequence) -> None:
+        self.drafter.retire(sequence)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt with its answer, as the target saw it.
+
+    Attributes:
+        ids, positions: [1, L].
+        roots: [R] the places from the prompt's last token on that have a feature before them and DEPTH tokens behind them.
+        states: the target's hidden states, each [1, L, E].
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    roots: torch.Tensor
+    states: dict[int, torch.Tensor]
+
+    @classmethod
+    def of(cls, prompt: list[int], answer: list[int], features: Sequence[int], target: Target) -> Text:
+        ids = torch.tensor([prompt + answer], device=target.device)
+        positions = torch.arange(ids.shape[1], device=target.device)[None]
+        roots = torch.arange(max(1, len(prompt) - 1), ids.shape[1] - DEPTH, device=target.device)
+        return cls(ids, positions, roots, target.hidden_states(ids, positions, features))
+
+
+@torch.inference_mode()
+def hits(head: DraftHead, target: Target, texts: Sequence[Text]) -> torch.Tensor:
+    """[R, DEPTH] whether the head's drafts are the texts' tokens, for every root in them."""
+    rows = []
+    for text in texts:
+        drafts = _drafts(head, target, text)
+        wanted = text.ids[0, text.roots[:, None] + 1 + torch.arange(drafts.shape[1], device=target.device)]
+        rows.append(F.pad(drafts == wanted, (0, DEPTH - drafts.shape[1])))
+    return torch.cat(rows).cpu()
+
+
+def _drafts(head: DraftHead, target: Target, text: Text) -> torch.Tensor:
+    """[R, DEPTH or the head's own] tokens drafted from each root, every depth given the text's own tokens before it."""
+    embed, lm_head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
+    features = [text.states[k] for k in head.features]
+    # The root's feature is that of the token before it.
+    before = text.roots - 1
+    if isinstance(head, MedusaHead):
+        logits = head(features[0][0, before], embed(text.ids[0, text.roots]), lm_head, min(DEPTH, head.config.num_heads))
+        return logits.argmax(-1)
+    assert isinstance(head, EagleHead | Eagle1Head)
+    attend = unrolled_attention(text.positions, head.config.head_dim**-0.5, DEPTH)
+    hidden, drafts = head.fuse(features), []
+    for d in range(DEPTH):
+        normed, hidden = head(hidden, embed(text.ids.roll(-1 - d, dims=1)), text.positions + d, attend)
+        drafts.append(head.draft_ids[head.output_layer(lm_head)(normed[0, before]).argmax(-1)])
+    return torch.stack(drafts, dim=1)
+
+
+def misreadings(head: DraftHead) -> dict[str, DraftHead]:
+    """The head with one convention the other way, by what that is called; the weights are shared."""
+    others: dict[str, DraftHead] = {}
+    if isinstance(head, EagleHead):
+        config, last = head.config, head.config.target.num_layers
+        for name, shift in (("lower", -1), ("higher", 1)):
+            features = tuple(k + shift for k in config.feature_layers)
+            if 0 <= min(features) and max(features) <= last:
+                others[f"feature layers one {name}: {','.join(map(str, features))}"] = _twin(head, feature_layers=features)
+        others["norm_before_residual the other way"] = _twin(head, norm_before_residual=not config.norm_before_residual)
+        others["the other of normed and plain output fed back"] = _twin(head, feeds_normed=not config.feeds_normed)
+        counting = torch.arange(len(head.d2t), device=head.d2t.device)
+        for name, ids in (("left out", counting), ("taken for target ids", head.d2t)):
+            is_map = int(ids.min()) >= 0 and int(ids.max()) < config.target.vocab_size and len(ids.unique()) == len(ids)
+            if is_map and not torch.equal(ids, head.draft_ids):
+                others[f"d2t {name}"] = _twin(head, {"d2t": ids - counting})
+    elif isinstance(head, Eagle1Head):
+        embedded, hidden = head.fc.weight.chunk(2, dim=1)
+        others["fc with the hidden state first"] = _twin(head, {"fc.weight": torch.cat([hidden, embedded], dim=1)})
+    elif isinstance(head, MedusaHead) and head.config.num_heads > 1:
+        later = copy.deepcopy(head)
+        later.config = replace(head.config, num_heads=head.config.num_heads - 1)
+        later.heads, later.outputs = head.heads[1:], head.outputs[1:]
+        others["heads one position on: the first repeats the LM head"] = later
+    return others
+
+
+def _twin(head: EagleHead | Eagle1Head, weights: dict[str, torch.Tensor] | None = None, **changes: object) -> DraftHead:
+    twin = type(head)(replace(head.config, **changes))  # type: ignore[arg-type]
+    twin.load_state_dict({**head.state_dict(), **(weights or {})}, assign=True)
+    return twin.eval().requires_grad_(False)
+
+
+def _problem(serving: Serving, readings: list[Reading]) -> str | None:
+    if serving.drafted[0] < MIN_DRAFTS:
+        return f"only {serving.drafted[0]} drafts were made, which says nothing: give more prompts or longer answers"
+    if readings:
+        own, *others = readings
+        best = max(others, key=lambda reading: float(reading.lengths.mean()))
+        if best.is_better_than(own):
+            return (
+                f"the head drafts better when it is read another way ({best.name}: {1 + best.lengths.mean():.2f} tokens per "
+                f"target pass, not {1 + own.lengths.mean():.2f}): import it again with that convention"
+            )
+    # Deeper positions see few drafts, and are held to the mere rate.
+    margin = 2 * math.sqrt(serving.chance * (1 - serving.chance) / serving.drafted[0])
+    for depth, (rate, count) in enumerate(zip(serving.rates, serving.drafted, strict=True), start=1):
+        if count >= MIN_DRAFTS and rate <= serving.chance + (margin if depth == 1 else 0.0):
+            return (
+                f"position {depth} has {rate:.0%} of its drafts accepted, no more than the answers' most frequent token "
+                f"would have ({serving.chance:.0%}): the head was not trained for this target, or means something else"
+            )
+    return None

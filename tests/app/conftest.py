@@ -1,0 +1,47 @@
+"""A tiny target and a head for it; a browser, where there is one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from selfspec import Target
+from selfspec.heads.medusa import MedusaConfig, MedusaHead
+from selfspec.hub import identity
+
+pytest.importorskip("gradio", reason="the page needs gradio: pip install 'selfspec[app]'")
+
+CHROMIUM_OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+
+
+@pytest.fixture(scope="session")
+def target(tiny_target_dir: Path) -> Target:
+    return Target.from_pretrained(tiny_target_dir, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def head_dir(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained Medusa head with a card."""
+    directory = tmp_path_factory.mktemp("heads") / "tiny-medusa"
+    MedusaHead(MedusaConfig(target=identity(target), num_heads=2)).save_pretrained(directory)
+    (directory / "README.md").write_text("---\nlibrary_name: selfspec\n---\n\n# A tiny card\n", encoding="utf-8")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Headless Chromium: the system's, driven by playwright."""
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="driving the page needs playwright: pip install playwright"
+    )
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("driving the page needs Chromium: apt-get install chromium")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=CHROMIUM_OPTIONS)
+        yield browser
+        browser.close()

@@ -1,0 +1,241 @@
+"""The real page in headless Chromium over a tiny target: race, watch, look into a step, stop, err, on a phone too."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+
+from selfspec.app import main
+
+PHONE = {"width": 390, "height": 844}
+DESKTOP = {"width": 1280, "height": 900}
+PROMPT = "the cat sat on the mat and the cat sat on"
+
+
+@pytest.fixture(scope="module")
+def passes() -> list[float]:
+    """When each target pass began."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def address(target, passes) -> Iterator[str]:
+    # A tiny target decodes faster than anyone can watch; a person's target takes tens of milliseconds a pass.
+    forward = target.verify
+
+    def slow_verify(*args, **kwargs):
+        passes.append(time.perf_counter())
+        time.sleep(0.02)
+        return forward(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, "verify", slow_verify)
+        patch.setattr(main, "MAX_WAITING", 1)
+        page = main.serve(target)
+        yield page.local_url
+        page.close()
+
+
+@pytest.fixture
+def page(browser, address) -> Iterator[Any]:
+    """A fresh visitor; a page that asks any other host, or has a script error, fails its test."""
+    context = browser.new_context(viewport=DESKTOP)
+    page = context.new_page()
+    strangers: list[str] = []
+    errors: list[str] = []
+    page.on("request", lambda request: strangers.append(request.url) if not is_ours(request.url, address) else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    yield page
+    context.close()
+    assert strangers == []
+    assert errors == []
+
+
+def is_ours(url: str, address: str) -> bool:
+    return url.startswith((address, "data:", "blob:"))
+
+
+def visit(page: Any, address: str, **settings: object) -> None:
+    page.goto(f"{address}?{urlencode({'kind': 'text', 'drafters': 'ngram,truncated:1', **settings})}")
+    page.wait_for_function("(text) => document.querySelector('#prompt textarea')?.value === text", arg=settings["prompt"])
+
+
+def wait_for_verdicts(page: Any, num_columns: int = 3) -> None:
+    page.wait_for_function("(n) => document.querySelectorAll('.race .badge').length === n", arg=num_columns)
+    wait_until_idle(page)
+
+
+def wait_until_idle(page: Any) -> None:
+    page.wait_for_selector("#start:not([disabled])")
+    page.wait_for_selector("#stop[disabled]")
+
+
+def token_counts(page: Any) -> list[int]:
+    return page.evaluate(
+        "[...document.querySelectorAll('.race section')].map(s => s.querySelectorAll('.answer span').length)"
+    )
+
+
+def test_columns_stream_and_turn_out_identical(page, address):
+    visit(page, address, prompt=PROMPT, max_new_tokens=60)
+    page.press("#prompt textarea", "Enter")
+    page.wait_for_selector("#message >> text=Racing at true speed")
+    seen = []
+    while page.is_disabled("#start"):
+        seen.append(token_counts(page))
+        page.wait_for_timeout(60)
+    wait_for_verdicts(page)
+    # Every column was seen to grow, and at the end none had less text than before.
+    for shown in zip(*seen, strict=True):
+        assert len({count for count in shown if count > 0}) >= 3
+        assert list(shown) == sorted(shown)
+    badges = page.locator(".badge").all_inner_texts()
+    assert badges == ["reference", "✓ identical", "✓ identical"]
+    answers = page.eval_on_selector_all(".race .answer", "all => all.map(answer => answer.textContent)")
+    assert len(set(answers)) == 1 and answers[0]
+    assert "×" in page.inner_text(".race section:nth-child(2) .figures")
+
+    with page.expect_download() as download:
+        page.click("#download")
+    with open(download.value.path(), encoding="utf-8") as file:
+        assert [column["text"] for column in json.load(file)["columns"]] == answers
+    assert "max_new_tokens=60" in page.get_attribute("#permalink a", "href")
+
+
+def test_steps_can_be_looked_into(page, address):
+    visit(page, address, prompt=PROMPT, max_new_tokens=24, use_cost_guard=False)
+    page.click("#start")
+    wait_for_verdicts(page)
+    page.get_by_role("tab", name="Why").click()
+    page.wait_for_selector("#tree svg")
+    assert page.get_by_label("truncated").count() == 0
+    num_steps = int(page.inner_text("#tree b").split()[-1])
+    for number in (1, num_steps):
+        page.fill("#step input[type=number]", str(number))
+        page.press("#step input[type=number]", "Tab")
+        page.wait_for_selector(f"#tree >> text=Step {number} of {num_steps}")
+        drafts = page.locator("#tree .outcomes tbody tr").count()
+        assert page.locator("#tree g.node:not(.bonus)").count() == drafts + 1
+        assert page.locator("#text mark.step").count() == 1
+    page.locator("#column").get_by_label("autoregressive").click()
+    page.wait_for_selector("#tree >> text=Step 1 of 24")
+    assert page.locator("#tree g.node").count() == 2
+    assert page.locator("#plots figure").count() == 3
+
+
+def test_stop_ends_a_race_and_leaves_the_page_usable(page, address):
+    visit(page, address, prompt=PROMPT, max_new_tokens=512, timing="live")
+    page.click("#start")
+    page.wait_for_function("document.querySelectorAll('.race .answer span').length > 10")
+    start = time.perf_counter()
+    page.click("#stop")
+    wait_until_idle(page)
+    assert time.perf_counter() - start < 5
+    assert page.inner_text("#message") == "Stopped."
+    counts = token_counts(page)
+    assert 0 < max(counts) < 512
+    page.wait_for_timeout(400)
+    assert token_counts(page) == counts
+
+    page.fill("#prompt textarea", "  ")
+    page.click("#start")
+    page.wait_for_selector("#message [role=alert]")
+    assert "The prompt is empty" in page.inner_text("#message")
+    wait_until_idle(page)
+
+
+def test_visitors_wait_their_turn_and_a_full_queue_says_so(browser, address):
+    pages = [browser.new_page() for _ in range(3)]
+    for page in pages:
+        visit(page, address, prompt=PROMPT, max_new_tokens=512, timing="live")
+    # One races, one waits, and there is no room for a third.
+    pages[0].click("#start")
+    pages[0].wait_for_function("document.querySelectorAll('.race .answer span').length > 10")
+    pages[1].click("#start")
+    pages[1].wait_for_selector("#message >> text=Waiting for the target")
+    pages[2].click("#start")
+    pages[2].wait_for_selector("#message >> text=too many wait")
+    wait_until_idle(pages[2])
+    pages[0].click("#stop")
+    pages[1].wait_for_function("document.querySelectorAll('.race .answer span').length > 10")
+    pages[1].click("#stop")
+    wait_until_idle(pages[1])
+    for page in pages:
+        page.close()
+
+
+def test_closing_the_page_ends_its_race(browser, address, passes):
+    page = browser.new_page()
+    visit(page, address, prompt=PROMPT, max_new_tokens=512, timing="live")
+    page.click("#start")
+    page.wait_for_function("document.querySelectorAll('.race .answer span').length > 10")
+    page.close()
+    time.sleep(2)
+    num_passes = len(passes)
+    time.sleep(0.5)
+    assert len(passes) == num_passes
+
+
+def test_what_people_type_is_shown_as_text(page, address):
+    hostile = "${1+1}{{x}}<img src=x onerror=document.title=1>"
+    visit(page, address, prompt=PROMPT)
+    page.fill("#drafters input", hostile)
+    page.press("#drafters input", "Enter")
+    page.click("#start")
+    page.wait_for_selector("#message [role=alert]")
+    assert hostile in page.inner_text("#message")
+    assert page.title() == "selfspec"
+
+
+def test_a_bad_link_says_so(page, address):
+    page.goto(f"{address}?seed=x")
+    page.wait_for_selector("#message [role=alert]")
+    assert "the link's seed='x' cannot be read" in page.inner_text("#message")
+
+
+def test_a_head_is_examined(page, address, head_dir):
+    page.goto(address)
+    page.get_by_role("tab", name="Heads").click()
+    page.fill("#source input", str(head_dir))
+    page.press("#source input", "Enter")
+    page.click("#check")
+    page.wait_for_selector("#verdict .good")
+    assert "A tiny card" in page.inner_text("#card")
+    page.fill("#source input", "nowhere/at-all")
+    page.press("#source input", "Enter")
+    page.click("#check")
+    page.wait_for_selector("#verdict [role=alert]")
+    assert "no such folder" in page.inner_text("#verdict")
+
+
+def test_a_chat_goes_on(page, address):
+    visit(page, address, prompt="one", kind="chat", drafters="ngram", max_new_tokens=8)
+    page.click("#start")
+    page.wait_for_selector("#forget")
+    wait_until_idle(page)
+    page.fill("#prompt textarea", "two")
+    page.press("#prompt textarea", "Enter")
+    page.wait_for_function("document.querySelectorAll('[data-testid=user]').length === 2")
+    page.click("#forget")
+    page.wait_for_selector("[data-testid=user]", state="hidden")
+
+
+def test_a_phone_shows_it_all_without_scrolling_sideways(page, address):
+    page.set_viewport_size(PHONE)
+    visit(page, address, prompt=PROMPT, max_new_tokens=24, use_cost_guard=False)
+    page.click("#start")
+    wait_for_verdicts(page)
+    left = page.eval_on_selector_all(".race section", "all => all.map(s => s.getBoundingClientRect().left)")
+    assert len(left) == 3 and len(set(left)) == 1
+    assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
+    page.get_by_role("tab", name="Why").click()
+    # The longest chain of drafts is wider than the phone: it scrolls in its own place.
+    page.wait_for_selector("#tree svg")
+    page.locator("#column").get_by_label("n-gram").click()
+    page.wait_for_function("(width) => document.querySelector('#tree svg')?.clientWidth > width", arg=PHONE["width"])
+    assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]

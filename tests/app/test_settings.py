@@ -1,0 +1,69 @@
+"""Settings survive a link, and a bad link says what is wrong with it."""
+
+from urllib.parse import parse_qsl
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from selfspec.app.settings import CHAT, LIVE, MESSAGE, TEXT, Settings, label_of
+
+anything = st.builds(
+    Settings,
+    prompt=st.text(),
+    kind=st.sampled_from([MESSAGE, CHAT, TEXT]),
+    system=st.text(),
+    drafters=st.lists(
+        st.sampled_from(["ngram", "ngram:4", "eagle", "medusa:a/b c&d"]), min_size=1, max_size=3, unique=True
+    ).map(tuple),
+    timing=st.just(LIVE),
+    max_new_tokens=st.integers(1, 512),
+    temperature=st.floats(0, 2),
+    top_p=st.floats(0.1, 1),
+    top_k=st.integers(0, 100),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    use_cost_guard=st.booleans(),
+)
+
+
+@given(anything)
+def test_a_link_brings_the_settings_back(settings):
+    query = dict(parse_qsl(settings.query(), keep_blank_values=True, strict_parsing=True))
+    assert Settings.from_query(query) == settings
+
+
+def test_a_link_names_only_what_was_changed():
+    assert Settings().query() == ""
+    assert Settings(prompt="a b&c", drafters=("eagle", "ngram")).query() == "prompt=a+b%26c&drafters=eagle%2Cngram"
+    assert Settings.from_query({"__theme": "dark"}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ({"seed": "x"}, "the link's seed='x' cannot be read"),
+        ({"use_cost_guard": "maybe"}, "the link's use_cost_guard='maybe' cannot be read"),
+        ({"temperature": "-1"}, "temperature=-1.0 is not allowed"),
+        ({"max_new_tokens": "100000"}, "too many for the page: use at most 512"),
+        ({"timing": "never"}, "timing='never' is not known: use alone, live"),
+        ({"drafters": "a"}, "a is no drafter"),
+        ({"drafters": ""}, "0 drafters are chosen: choose one to 3"),
+        ({"drafters": "ngram,ngram:2,ngram:3,ngram:4"}, "4 drafters are chosen"),
+    ],
+)
+def test_a_bad_link_is_refused_in_a_sentence(query, message):
+    with pytest.raises(ValueError, match=message):
+        Settings.from_query(query)
+
+
+def test_drafters_are_told_apart_once_each():
+    assert Settings(drafters=("none", " ngram", "ngram", "")).drafters == ("ngram",)
+
+
+def test_samples_are_always_seeded():
+    assert Settings(temperature=1.0).sampling.seed == 0
+
+
+def test_labels():
+    assert label_of("none") == "autoregressive"
+    assert label_of("eagle:runs/mine/head/") == "EAGLE · head"
