@@ -67,8 +67,8 @@ def test_a_head_that_fits_passes(eagle: EagleHead, target: Target) -> None:
     assert report.problem is None
     assert min(report.serving.rates) > 0.4 and report.serving.acceptance_length > 2
     own, *others = report.readings
-    # What is asked at every token is what serving does at some.
-    assert own.hits.float().mean(0) == pytest.approx(report.serving.rates, abs=0.25)
+    # What is asked at every token is what serving does at some: not the same sample, but nothing like a misread head's.
+    assert own.hits.float().mean(0) == pytest.approx(report.serving.rates, abs=0.4)
     assert len(others) == 5 and all(own.is_better_than(other) for other in others)
 
 
