@@ -179,11 +179,11 @@ class CompareTab:
         answer = race.columns[0]
         if race.settings.kind == CHAT and answer.finish_reason is not None:
             question = {"role": "user", "content": race.settings.prompt}
-            talk = [*history, question, {"role": "assistant", "content": answer.text}]
+            # Gradio's annotation knows messages as objects only.
+            talk: list[Any] = [*history, question, {"role": "assistant", "content": answer.text}]
             updates |= {
                 self._history: talk,
-                # Its annotation knows messages as objects only.
-                self._conversation: gr.Chatbot(talk, visible=True),  # type: ignore[arg-type]
+                self._conversation: gr.Chatbot(talk, visible=True),
                 self._forget: gr.Button(visible=True),
                 self._controls["prompt"]: "",
             }

@@ -20,7 +20,7 @@ from selfspec.app.settings import CHAT, LIVE, TEXT, Settings, label_of
 from selfspec.bench import environment
 from selfspec.drafters import Drafter, load_drafter
 from selfspec.heads.base import find_head, read_config
-from selfspec.hub import HEAD_TYPES, SHIPPED, load_head, shipped_head
+from selfspec.hub import HEAD_TYPES, drafter_for, load_head, shipped_head, shipped_heads
 from selfspec.sequence import Request
 from selfspec.target import Target
 
@@ -217,8 +217,7 @@ class Workbench:
 
     def shipped_heads(self) -> list[tuple[str, str]]:
         """Label and folder of every head that comes with the package, whichever target it is for."""
-        folders = sorted(path.parent for path in SHIPPED.glob("*/*/config.json"))
-        return [(f"{folder.parent.name} / {folder.name}", str(folder)) for folder in folders]
+        return [(f"{folder.parent.name} / {folder.name}", str(folder)) for folder in shipped_heads()]
 
     def examine(self, source: str) -> HeadReport:
         """What a head is and whether it fits; one that does is offered as a drafter from then on."""
@@ -228,9 +227,7 @@ class Workbench:
         directory = find_head(source)
         record = read_config(directory)
         head_type = record["head_type"]
-        drafter = next((name for name, types in HEAD_TYPES.items() if head_type in types), None)
-        if drafter is None:
-            raise ValueError(f"{source} is a {head_type} head, which no drafter of this version serves: update selfspec")
+        drafter = drafter_for(head_type)
         facts = {
             "kind": head_type,
             "trained for": record.get("target", {}).get("name"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -155,14 +156,6 @@ class DraftHead(nn.Module):
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """What is saved: all of its own, and nothing of the target's."""
-        return self.state_dict()
-
-    def load_weights(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over saved weights, strictly."""
-        self.load_state_dict(state, strict=True)
-
     def save_pretrained(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Write `config.json` and `model.safetensors`.
 
@@ -173,7 +166,7 @@ class DraftHead(nn.Module):
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         state: dict[str, torch.Tensor] = {}
-        for name, value in self.weights().items():
+        for name, value in self.state_dict().items():
             value = value.detach().cpu().contiguous()
             if dtype == torch.int8 and value.is_floating_point() and value.ndim == 2:
                 state[name], state[name + SCALE_SUFFIX] = quantize(value)
@@ -203,7 +196,7 @@ class DraftHead(nn.Module):
             state = load_file(directory / WEIGHTS_NAME)
             stored = torch.bfloat16 if any(name.endswith(SCALE_SUFFIX) for name in state) else None
             state = dequantize(state)
-            head.load_weights(state)
+            head.load_state_dict(state, strict=True)
         except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:
             raise ValueError(f"{source}: {' '.join(str(error).split())}") from error
         for name, value in state.items():
@@ -250,14 +243,14 @@ def dequantize(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def find_head(source: str | Path, revision: str | None = None) -> Path:
-    """The folder of a local head, or of a downloaded copy of one on the Hub."""
+def find_head(
+    source: str | Path, revision: str | None = None, *, patterns: Sequence[str] = (CONFIG_NAME, WEIGHTS_NAME, "README.md")
+) -> Path:
+    """The folder of a local head, or of a downloaded copy of one on the Hub, of which the files `patterns` are fetched."""
     if Path(source).is_dir():
         return Path(source)
     try:
-        return Path(
-            snapshot_download(str(source), revision=revision, allow_patterns=[CONFIG_NAME, WEIGHTS_NAME, "README.md"])
-        )
+        return Path(snapshot_download(str(source), revision=revision, allow_patterns=list(patterns)))
     except Exception as error:
         first = str(error).strip().splitlines()
         raise ValueError(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -78,12 +79,14 @@ class EarlyExitHead(DraftHead):
         super().__init__(config)
         self.features = () if config.lora_rank or not config.exit_layer else (config.exit_layer,)
         self.layers, self.norm = new_layers(config.layer_config, config.blocks)
-        # The target's own weights stay on the meta device here until a target lends them, and are never saved.
+        # The target's own weights stay on the meta device here until a target lends them, and are no part of its state.
         self.adapted = nn.ModuleList()
         if config.lora_rank:
             with torch.device("meta"):
                 skeleton, _ = new_layers(config.layer_config, range(config.exit_layer))
             self.adapted = _with_lora(skeleton, config)
+        self.register_state_dict_post_hook(_leave_out_borrowed)
+        self.register_load_state_dict_post_hook(_expect_no_borrowed)
 
     @classmethod
     def for_target(cls, identity: Any, model: PreTrainedModel, **shape: Any) -> Self:
@@ -144,18 +147,6 @@ class EarlyExitHead(DraftHead):
                     if value.is_meta:
                         setattr(module, key, getattr(source, key))
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {name: value for name, value in self.state_dict().items() if self._is_own(name)}
-
-    def load_weights(self, state: dict[str, torch.Tensor]) -> None:
-        result = self.load_state_dict(state, strict=False)
-        missing = [name for name in result.missing_keys if self._is_own(name)]
-        if missing or result.unexpected_keys:
-            raise ValueError(f"missing weights: {missing}; unexpected weights: {result.unexpected_keys}")
-
-    def _is_own(self, name: str) -> bool:
-        return not name.startswith("adapted.") or ".lora_" in name
-
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         return super()._apply(lambda tensor: tensor if tensor.is_meta else fn(tensor), recurse)
 
@@ -164,6 +155,19 @@ class DistilledDraft(EarlyExitHead):
     """A draft model of a few layers that shares the target's embedding and LM head."""
 
     config_class = DistilledDraftConfig
+
+
+def _is_borrowed(name: str) -> bool:
+    return re.search(r"(^|\.)adapted\.", name) is not None and ".lora_" not in name
+
+
+def _leave_out_borrowed(head: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: Any) -> None:
+    for name in [name for name in state if _is_borrowed(name)]:
+        del state[name]
+
+
+def _expect_no_borrowed(head: nn.Module, keys: Any) -> None:
+    keys.missing_keys[:] = [name for name in keys.missing_keys if not _is_borrowed(name)]
 
 
 def _with_lora(layers: nn.ModuleList, config: EarlyExitConfig) -> nn.ModuleList:

@@ -10,18 +10,14 @@ model, for any engine, is written to OUTPUT_DIR/model.
 
 from __future__ import annotations
 
-import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
-from transformers import HfArgumentParser, TrainingArguments
 
 from selfspec.drafters import drafter_of
 from selfspec.failures import reported_failures
 from selfspec.heads.early_exit import DistilledDraft
 from selfspec.hub import identity
-from selfspec.train.trainer import DataArgs, load_rows, load_target, parse, run
+from selfspec.train.trainer import run, set_up
 
 
 @dataclass
@@ -35,28 +31,16 @@ class DraftArgs:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
-    parser = HfArgumentParser((DataArgs, DraftArgs, TrainingArguments))
-    data, shape, args = parse(parser, sys.argv[1:] if arguments is None else arguments)
-
-    target = load_target(data, args)
-    rows, eval_prompts = load_rows(data, target)
-    torch.manual_seed(data.init_seed)
+    setup = set_up(DraftArgs, arguments)
+    target, shape = setup.target, setup.shape
     head = DistilledDraft.for_target(identity(target), target.model, blocks=tuple(shape.blocks))
-    head.to(target.device)
     result = run(
         head,
-        target,
-        rows,
-        args,
-        num_steps=1,
-        decay=1.0,
+        setup,
         make_drafter=lambda twin: drafter_of(twin, target, num_draft_tokens=5, num_nodes=24, width=4),
-        eval_prompts=eval_prompts,
-        num_eval_tokens=data.num_eval_tokens,
-        settings={"data": asdict(data), "head": asdict(shape)},
     )
-    if shape.save_model and args.should_save:
-        directory = Path(args.output_dir) / "model"
+    if shape.save_model and setup.args.should_save:
+        directory = Path(setup.args.output_dir) / "model"
         head.to(target.dtype).student(target.model).save_pretrained(directory)
         target.tokenizer.save_pretrained(directory)
     return result

@@ -9,17 +9,13 @@ in OUTPUT_DIR/head: `selfspec generate --drafter eagle:OUTPUT_DIR/head`.
 
 from __future__ import annotations
 
-import sys
-from dataclasses import asdict, dataclass, field
-
-import torch
-from transformers import HfArgumentParser, TrainingArguments
+from dataclasses import dataclass, field
 
 from selfspec.drafters import EagleDrafter
 from selfspec.failures import reported_failures
 from selfspec.heads.eagle import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
 from selfspec.hub import identity
-from selfspec.train.trainer import DataArgs, frequent_tokens, load_rows, load_target, parse, run
+from selfspec.train.trainer import frequent_tokens, run, set_up
 
 
 @dataclass
@@ -36,12 +32,8 @@ class EagleArgs:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
-    parser = HfArgumentParser((DataArgs, EagleArgs, TrainingArguments))
-    data, shape, args = parse(parser, sys.argv[1:] if arguments is None else arguments)
-
-    target = load_target(data, args)
-    rows, eval_prompts = load_rows(data, target)
-    torch.manual_seed(data.init_seed)
+    setup = set_up(EagleArgs, arguments)
+    target, shape = setup.target, setup.shape
     layer = Eagle1Config.layer_shape(target.config)
     head: EagleHead | Eagle1Head
     if shape.version == 1:
@@ -52,21 +44,15 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         size = min(shape.draft_vocab_size, target.vocab_size)
         config = EagleConfig(target=identity(target), feature_layers=features, draft_vocab_size=size, **layer)
         head = EagleHead(config)
-        head.initialise(target.model, frequent_tokens(rows, size, target.vocab_size))
+        head.initialise(target.model, frequent_tokens(setup.rows, size, target.vocab_size))
     else:
         raise ValueError(f"version={shape.version} is not known: use 3 or 1")
-    head.to(target.device)
     return run(
         head,
-        target,
-        rows,
-        args,
+        setup,
+        make_drafter=lambda twin: EagleDrafter(target, twin, num_draft_tokens=shape.num_steps, num_nodes=24, width=6),
         num_steps=shape.num_steps,
         decay=shape.decay,
-        make_drafter=lambda twin: EagleDrafter(target, twin, num_draft_tokens=shape.num_steps, num_nodes=24, width=6),
-        eval_prompts=eval_prompts,
-        num_eval_tokens=data.num_eval_tokens,
-        settings={"data": asdict(data), "head": asdict(shape)},
     )
 
 

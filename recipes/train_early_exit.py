@@ -9,17 +9,13 @@ head lands in OUTPUT_DIR/head: `selfspec generate --drafter early_exit:OUTPUT_DI
 
 from __future__ import annotations
 
-import sys
-from dataclasses import asdict, dataclass, field
-
-import torch
-from transformers import HfArgumentParser, TrainingArguments
+from dataclasses import dataclass, field
 
 from selfspec.drafters import drafter_of
 from selfspec.failures import reported_failures
 from selfspec.heads.early_exit import EarlyExitHead
 from selfspec.hub import identity
-from selfspec.train.trainer import DataArgs, load_rows, load_target, parse, run
+from selfspec.train.trainer import run, set_up
 
 
 @dataclass
@@ -35,12 +31,8 @@ class EarlyExitArgs:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
-    parser = HfArgumentParser((DataArgs, EarlyExitArgs, TrainingArguments))
-    data, shape, args = parse(parser, sys.argv[1:] if arguments is None else arguments)
-
-    target = load_target(data, args)
-    rows, eval_prompts = load_rows(data, target)
-    torch.manual_seed(data.init_seed)
+    setup = set_up(EarlyExitArgs, arguments)
+    target, shape = setup.target, setup.shape
     head = EarlyExitHead.for_target(
         identity(target),
         target.model,
@@ -49,18 +41,10 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         lora_rank=shape.lora_rank,
         lora_alpha=shape.lora_alpha,
     )
-    head.to(target.device)
     return run(
         head,
-        target,
-        rows,
-        args,
-        num_steps=1,
-        decay=1.0,
+        setup,
         make_drafter=lambda twin: drafter_of(twin, target, num_draft_tokens=5, num_nodes=24, width=4),
-        eval_prompts=eval_prompts,
-        num_eval_tokens=data.num_eval_tokens,
-        settings={"data": asdict(data), "head": asdict(shape)},
     )
 
 

@@ -9,17 +9,13 @@ in OUTPUT_DIR/head: `selfspec generate --drafter medusa:OUTPUT_DIR/head`.
 
 from __future__ import annotations
 
-import sys
-from dataclasses import asdict, dataclass, field
-
-import torch
-from transformers import HfArgumentParser, TrainingArguments
+from dataclasses import dataclass, field
 
 from selfspec.drafters import MedusaDrafter
 from selfspec.failures import reported_failures
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
 from selfspec.hub import identity
-from selfspec.train.trainer import DataArgs, load_rows, load_target, parse, run
+from selfspec.train.trainer import run, set_up
 
 
 @dataclass
@@ -36,12 +32,8 @@ class MedusaArgs:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
-    parser = HfArgumentParser((DataArgs, MedusaArgs, TrainingArguments))
-    data, shape, args = parse(parser, sys.argv[1:] if arguments is None else arguments)
-
-    target = load_target(data, args)
-    rows, eval_prompts = load_rows(data, target)
-    torch.manual_seed(data.init_seed)
+    setup = set_up(MedusaArgs, arguments)
+    target, shape = setup.target, setup.shape
     head = MedusaHead(
         MedusaConfig(
             target=identity(target),
@@ -52,18 +44,12 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         )
     )
     head.initialise(target.model)
-    head.to(target.device)
     return run(
         head,
-        target,
-        rows,
-        args,
+        setup,
+        make_drafter=lambda twin: MedusaDrafter(target, twin, num_nodes=24),
         num_steps=shape.num_heads,
         decay=shape.decay,
-        make_drafter=lambda twin: MedusaDrafter(target, twin, num_nodes=24),
-        eval_prompts=eval_prompts,
-        num_eval_tokens=data.num_eval_tokens,
-        settings={"data": asdict(data), "head": asdict(shape)},
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec.heads import HEADS
-from selfspec.heads.base import DraftHead, TargetIdentity, find_head, read_config
+from selfspec.heads.base import CONFIG_NAME, DraftHead, TargetIdentity, find_head, read_config
 from selfspec.target import Target
 
 logger = logging.getLogger(__name__)
@@ -24,9 +24,12 @@ HEAD_TYPES = {
 }
 
 
-def drafter_for(head: DraftHead) -> str:
-    """The name of the drafter that serves a head."""
-    return next(name for name, types in HEAD_TYPES.items() if head.config.head_type in types)
+def drafter_for(head_type: str) -> str:
+    """The name of the drafter that serves heads of a type."""
+    for name, types in HEAD_TYPES.items():
+        if head_type in types:
+            return name
+    raise ValueError(f"no drafter of this version serves {head_type} heads: update selfspec")
 
 
 def identity(target: Target) -> TargetIdentity:
@@ -54,18 +57,23 @@ def load_head(source: str | Path | None, target: Target, *, drafter: str, revisi
 
 
 def is_head(source: str | Path) -> bool:
-    """True where the folder holds a head of ours, and not a model."""
+    """True where a folder or Hub id holds a head of ours, and not a model; its config alone is fetched."""
     try:
-        read_config(Path(source))
+        read_config(find_head(source, patterns=(CONFIG_NAME,)))
     except ValueError:
         return False
     return True
 
 
+def shipped_heads() -> list[Path]:
+    """The folders of all heads that come with the package, whichever target they are for."""
+    return sorted(path.parent for path in SHIPPED.glob("*/*/config.json"))
+
+
 def shipped_head(drafter: str, target: Target) -> Path:
     """The folder of the shipped head that this drafter can serve and that fits the target."""
     ours = identity(target)
-    for directory in sorted(path.parent for path in SHIPPED.glob("*/*/config.json")):
+    for directory in shipped_heads():
         record: dict[str, Any] = read_config(directory)
         if record["head_type"] not in HEAD_TYPES[drafter]:
             continue

@@ -98,15 +98,18 @@ class Planner:
         sizes.setdefault(N, deque(maxlen=self.MEMORY)).append(verify_seconds)
         if tree.max_depth > 0:
             self._draft.setdefault(B, deque(maxlen=self.MEMORY)).append(draft_seconds / tree.max_depth)
-        depths, num_accepted = torch.stack([tree.depths.amax(1), acceptance.num_accepted]).tolist()
+        promised = torch.zeros(tree.max_depth + 1, device=tree.tokens.device)
+        if tree.scores is not None:
+            mass = torch.where(tree.is_real, tree.scores.exp(), 0.0)
+            promised.index_add_(0, tree.depths.flatten(), mass.flatten())
+        # One read of all that the host must know.
+        read = torch.cat([tree.depths.amax(1), acceptance.num_accepted, promised]).tolist()
+        depths, num_accepted, chances = [int(n) for n in read[:B]], [int(n) for n in read[B : 2 * B]], read[2 * B + 1 :]
         for num_drafted, accepted in zip(depths, num_accepted, strict=True):
             self._count(num_drafted, accepted)
         self._sizes.setdefault(max(depths), deque(maxlen=self.MEMORY)).append(N)
-        if tree.scores is not None and tree.max_depth > 0:
-            mass = torch.where(tree.is_real, tree.scores.exp(), 0.0)
-            promised = torch.zeros(tree.max_depth + 1, device=mass.device)
-            promised.index_add_(0, tree.depths.flatten(), mass.flatten())
-            for depth, chance in enumerate(promised[1:].tolist()):
+        if tree.scores is not None:
+            for depth, chance in enumerate(chances):
                 self._compare(depth, chance, sum(accepted > depth for accepted in num_accepted))
 
     def _compare(self, depth: int, promised: float, kept: int) -> None:

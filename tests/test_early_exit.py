@@ -156,16 +156,19 @@ def test_a_head_comes_back_as_it_was_saved_without_the_targets_weights(
     head.student(target.model)
     head.save_pretrained(tmp_path, dtype=dtype)
     stored = load_file(tmp_path / "model.safetensors")
+    # Nor are they in a checkpoint of the training.
+    assert set(HeadTraining(head, target).state_dict()) == {f"head.{name}" for name in head.state_dict()}
+    assert not any(".base_layer." in name for name in head.state_dict())
     assert sum(v.numel() for k, v in stored.items() if not k.endswith(".scale")) == sum(
-        v.numel() for v in head.weights().values()
+        v.numel() for v in head.state_dict().values()
     )
     drafter = "draft_model" if kind == "draft_model" else "early_exit"
     again = load_head(tmp_path, target, drafter=drafter)
     assert again.config == head.config
-    for name, value in head.weights().items():
+    for name, value in head.state_dict().items():
         # Half a step of 127 in the largest value of a row.
         room = 0.0 if dtype is None else float(value.abs().max()) / 120
-        torch.testing.assert_close(again.weights()[name].float(), value, atol=room, rtol=0)
+        torch.testing.assert_close(again.state_dict()[name].float(), value, atol=room, rtol=0)
 
 
 def test_training_fits_what_serving_accepts_and_leaves_the_target_alone() -> None:

@@ -21,8 +21,9 @@ from selfspec.heads.base import DraftHead, TargetIdentity
 from selfspec.heads.eagle import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
 from selfspec.target import FINAL
-from selfspec.train.losses import eagle_loss, future_mask, medusa_loss
+from selfspec.train.losses import eagle_loss, medusa_loss
 from selfspec.train.module import HeadTraining
+from selfspec.train.positions import future_mask
 
 V = 32
 

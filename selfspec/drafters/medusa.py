@@ -53,7 +53,7 @@ class MedusaDrafter(Drafter):
         self.num_draft_tokens = min(num_draft_tokens or head.config.num_heads, head.config.num_heads)
         # On a CPU a pass over more than six nodes costs noticeably more than one over one.
         self.num_nodes = num_nodes or (8 if target.device.type == "cpu" else 16)
-        self.width = width
+        self.width = min(width, target.vocab_size)
         self._dtype = target.dtype
         self._hidden_size = head.config.target.hidden_size
         # The feature [E] of every row's last committed token; a prompt of one token has none yet.

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from selfspec.heads.base import CONFIG_NAME, DraftHead
+from selfspec.heads.base import CONFIG_NAME, DraftHead, find_head
 
 UNPICKLE = Path(__file__).with_name("unpickle.py")
 
@@ -85,7 +84,7 @@ def read_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     Raises:
         ValueError: none there, or a file that cannot be read or holds damaged tensors; the sentence names it.
     """
-    directory = _find(source, revision)
+    directory = find_head(source, revision, patterns=(CONFIG_NAME, *SAFE, *PICKLES))
     try:
         config = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -142,19 +141,6 @@ def is_same_weight(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     # float32 that was bfloat16 once is no exact float16, so that equal means equal to a rounding.
     gap = (ours.to(lower).float() - theirs.to(lower).to(ours.device).float()).norm() / ours.float().norm()
     return bool(gap < 1e-3)
-
-
-def _find(source: str, revision: str | None) -> Path:
-    if Path(source).is_dir():
-        return Path(source)
-    try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=[CONFIG_NAME, *SAFE, *PICKLES]))
-    except Exception as error:
-        first = str(error).strip().splitlines()
-        raise ValueError(
-            f"{source}: no such folder, and no checkpoint to be had from the Hugging Face Hub "
-            f"({first[0] if first else type(error).__name__}): check the spelling and your network"
-        ) from error
 
 
 def _weight_files(directory: Path, source: str) -> list[Path]:

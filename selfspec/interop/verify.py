@@ -9,29 +9,25 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from selfspec.config import SamplingParams
-from selfspec.drafters import Drafter, drafter_of
-from selfspec.generation import Prompt, encode, generate
+from selfspec.decode import decode
+from selfspec.drafters import drafter_of
+from selfspec.generation import Prompt, encode
 from selfspec.heads.base import DraftHead
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.heads.medusa import MedusaHead
 from selfspec.hub import identity
 from selfspec.interop.files import check_tensors
-from selfspec.target import Target, Verification
+from selfspec.planner import Planner
+from selfspec.sequence import Request
+from selfspec.target import Target
 from selfspec.train.unrolled import unrolled_attention
-from selfspec.tree import CandidateTree
-
-if TYPE_CHECKING:
-    from selfspec.accept import Acceptance
-    from selfspec.sequence import Batch
-    from selfspec.sequence import Sequence as DecodedSequence
 
 DEPTH = 4
 # With fewer drafts a position says nothing.
@@ -99,7 +95,7 @@ def verify_head(head: DraftHead, target: Target, prompts: Sequence[Prompt], *, m
         ValueError: the head is another target's, or a weight is damaged.
     """
     head.config.target.check(identity(target))
-    check_tensors(f"the {head.config.head_type} head", head.weights())
+    check_tensors(f"the {head.config.head_type} head", head.state_dict())
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     prompt_ids = [encode(target, prompt, i) for i, prompt in enumerate(prompts)]
     serving, answers = serve(head, target, prompt_ids, sampling)
@@ -114,51 +110,26 @@ def verify_head(head: DraftHead, target: Target, prompts: Sequence[Prompt], *, m
 
 
 def serve(
-    head: DraftHead, target: Target, prompts: Sequence[Prompt], sampling: SamplingParams
+    head: DraftHead, target: Target, prompts: Sequence[list[int]], sampling: SamplingParams
 ) -> tuple[Serving, list[list[int]]]:
     """Decode with chains of drafts; also returns the answers."""
     # A copy: drafters lay a head's weights out anew.
-    drafter = Watched(drafter_of(copy.deepcopy(head), target, width=1, num_nodes=DEPTH + 1, num_draft_tokens=DEPTH))
-    completions = generate(
-        target, prompts, drafter=drafter, sampling=sampling, batch_size=len(prompts), use_cost_guard=False
-    )
-    answers = [completion.token_ids for completion in completions]
+    drafter = drafter_of(copy.deepcopy(head), target, width=1, num_nodes=DEPTH + 1, num_draft_tokens=DEPTH)
+    requests = [Request(prompt, sampling, index) for index, prompt in enumerate(prompts)]
+    answers: list[list[int]] = [[] for _ in prompts]
+    drafted, accepted, num_passes = [0] * DEPTH, [0] * DEPTH, 0
+    planner = Planner(is_active=False)
+    for step in decode(target, requests, drafter=drafter, max_batch=len(prompts), planner=planner):
+        reached = torch.stack([step.tree.depths.amax(1), step.acceptance.num_accepted], dim=1).tolist()
+        for sequence, emitted, (depth, num_accepted) in zip(step.sequences, step.emitted, reached, strict=True):
+            answers[sequence.request.index] += emitted
+            num_passes += 1
+            for d in range(min(depth, num_accepted + 1)):
+                drafted[d] += 1
+                accepted[d] += d < num_accepted
     counts = Counter(token for answer in answers for token in answer)
     chance = counts.most_common(1)[0][1] / counts.total()
-    num_passes = sum(completion.num_target_passes for completion in completions)
-    return Serving(drafter.drafted, drafter.accepted, counts.total() / num_passes, chance), answers
-
-
-class Watched(Drafter):
-    """Lets another drafter work, and counts what becomes of its chains (see `Serving`)."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
-        self.name, self.features = drafter.name, drafter.features
-        self.num_draft_tokens = drafter.num_draft_tokens
-        self.drafted, self.accepted = [0] * DEPTH, [0] * DEPTH
-
-    def admit(self, sequence: DecodedSequence, features: Mapping[int, torch.Tensor]) -> None:
-        self.drafter.admit(sequence, features)
-
-    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
-        return self.drafter.propose(batch, num_draft_tokens)
-
-    def verify(self, target: Target, batch: Batch, tree: CandidateTree) -> Verification:
-        return self.drafter.verify(target, batch, tree)
-
-    def commit(
-        self, batch: Batch, tree: CandidateTree, acceptance: Acceptance, features: Mapping[int, torch.Tensor]
-    ) -> None:
-        deepest = torch.where(tree.tokens >= 0, tree.depths, 0).amax(1)
-        for depth, num_accepted in zip(deepest.tolist(), acceptance.num_accepted.tolist(), strict=True):
-            for d in range(min(depth, num_accepted + 1)):
-                self.drafted[d] += 1
-                self.accepted[d] += d < num_accepted
-        self.drafter.commit(batch, tree, acceptance, features)
-
-    def retire(self, sequence: DecodedSequence) -> None:
-        self.drafter.retire(sequence)
+    return Serving(drafted, accepted, counts.total() / num_passes, chance), answers
 
 
 @dataclass(frozen=True)

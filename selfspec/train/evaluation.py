@@ -88,8 +88,8 @@ def snapshot(head: DraftHead) -> DraftHead:
     # Its first weights are overwritten: drawing them must not move the training's random numbers on.
     with torch.random.fork_rng(devices=[]):
         twin = type(head)(head.config)
-    weights = head.weights().items()
-    twin.load_weights({name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in weights})
+    state = head.state_dict().items()
+    twin.load_state_dict({name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state})
     return twin.eval().requires_grad_(False)
 
 

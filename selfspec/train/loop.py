@@ -34,6 +34,9 @@ class HeadTrainer(Trainer):
     It logs each depth's accuracy, the speed and the peak memory, stops all processes at a loss that is not finite, and
     leaves whole checkpoints only.
 
+    Args:
+        row_length: tokens of a packed row.
+
     Attributes:
         seconds_paused: time spent on evaluation, which is not training time.
     """
@@ -50,8 +53,7 @@ class HeadTrainer(Trainer):
     @property
     def tokens_per_step(self) -> int:
         """Tokens of the packed rows that one optimizer step covers, padding included."""
-        rows: Any = self.train_dataset
-        return self.get_total_train_batch_size(self.args) * len(rows[0]["input_ids"])
+        return self.get_total_train_batch_size(self.args) * self.row_length
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """A step's batches on this process, and how many pairs the loss is a mean over in all of the step.

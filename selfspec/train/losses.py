@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from selfspec.heads.eagle import Attend, Eagle1Head, EagleHead
+from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.heads.medusa import MedusaHead
 from selfspec.train.cross_entropy import Teacher, cross_entropy
-from selfspec.train.positions import future_mask
 from selfspec.train.unrolled import unrolled_attention
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
@@ -147,6 +146,3 @@ def _shifted(input_ids: torch.Tensor, ahead: int) -> torch.Tensor:
     """[B, L] token t + ahead at position t; past the row's end there is token 0, which no mask lets in."""
     L = input_ids.shape[1]
     return F.pad(input_ids[:, ahead:], (0, min(ahead, L)))[:, :L]
-
-
-__all__ = ["Attend", "distillation_loss", "eagle1_loss", "eagle_loss", "future_mask", "medusa_loss"]

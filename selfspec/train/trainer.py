@@ -11,7 +11,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -62,6 +62,32 @@ class DataArgs:
     init_seed: int = field(default=0, metadata={"help": "seed of the head's weights (seed: of the data's order)"})
     num_eval_prompts: int = field(default=32, metadata={"help": "held-out prompts decoded at every evaluation"})
     num_eval_tokens: int = field(default=64, metadata={"help": "tokens decoded for each of them"})
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a recipe starts from.
+
+    Attributes:
+        shape: the recipe's own settings, an instance of the class that `set_up` was given.
+    """
+
+    data: DataArgs
+    shape: Any
+    args: TrainingArguments
+    target: Target
+    rows: PackedRows
+    eval_prompts: EvalPrompts
+
+
+def set_up(shape_class: type, arguments: Sequence[str] | None = None) -> Setup:
+    """Read the settings, from the command line by default, load the frozen target and the data, and seed the head."""
+    parser = HfArgumentParser((DataArgs, shape_class, TrainingArguments))
+    data, shape, args = parse(parser, sys.argv[1:] if arguments is None else arguments)
+    target = load_target(data, args)
+    rows, eval_prompts = load_rows(data, target)
+    torch.manual_seed(data.init_seed)
+    return Setup(data, shape, args, target, rows, eval_prompts)
 
 
 def parse(parser: HfArgumentParser, arguments: Sequence[str]) -> tuple[Any, ...]:
@@ -143,23 +169,24 @@ def frequent_tokens(rows: PackedRows, size: int, vocab_size: int) -> torch.Tenso
 
 def run(
     head: DraftHead,
-    target: Target,
-    rows: PackedRows,
-    args: TrainingArguments,
+    setup: Setup,
     *,
-    num_steps: int,
-    decay: float,
     make_drafter: Callable[[DraftHead], Drafter],
-    eval_prompts: EvalPrompts,
-    num_eval_tokens: int,
-    settings: dict[str, Any],
+    num_steps: int = 1,
+    decay: float = 1.0,
 ) -> dict[str, float]:
     """Train, evaluate, save, and push if asked to; returns the last evaluation.
+
+    Args:
+        make_drafter: what serves a copy of the head at evaluations.
+        num_steps, decay: see `HeadTraining`.
 
     Raises:
         ValueError: fewer rows than one batch, an output folder that another head or target began, or a Hub that does not
             take the head (which is then in the output folder).
     """
+    data, args, target, rows, eval_prompts = setup.data, setup.args, setup.target, setup.rows, setup.eval_prompts
+    head.to(target.device)
     output_dir = Path(args.output_dir)
     per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     if len(rows) < per_step:
@@ -180,21 +207,20 @@ def run(
     # The head's folder goes to the Hub, not the Trainer's checkpoints.
     wants_push, args.push_to_hub = args.push_to_hub, False
 
-    evaluator = Evaluator(head, target, make_drafter, num_eval_tokens)
-    is_sharded = settings["data"]["shard_target"]
+    evaluator = Evaluator(head, target, make_drafter, data.num_eval_tokens)
     training = HeadTraining(head, target, num_steps=num_steps, decay=decay)
     dataset: PackedRows | FeatureRows = rows
-    if settings["data"]["features_dir"] is not None:
+    if data.features_dir is not None:
         with args.main_process_first(local=False, desc="features"):
-            dataset = dump_features(rows, target, training.feature_names, settings["data"]["features_dir"])
+            dataset = dump_features(rows, target, training.feature_names, data.features_dir)
     trainer = HeadTrainer(model=training, args=args, train_dataset=dataset, row_length=rows.input_ids.shape[1])
     if eval_prompts.held_out:
-        trainer.add_callback(EvaluationCallback(trainer, evaluator, eval_prompts.held_out, on_all=is_sharded))
+        trainer.add_callback(EvaluationCallback(trainer, evaluator, eval_prompts.held_out, on_all=data.shard_target))
     last = last_checkpoint(output_dir)
     result = trainer.train(resume_from_checkpoint=None if last is None else str(last))
 
     is_main = trainer.is_world_process_zero()
-    final = evaluator(eval_prompts.final, is_decoding=is_sharded or is_main) if eval_prompts.final else None
+    final = evaluator(eval_prompts.final, is_decoding=data.shard_target or is_main) if eval_prompts.final else None
     trained = snapshot(head)
     if not is_main:
         return {}
@@ -203,7 +229,7 @@ def run(
     record = {
         "command": " ".join(without_token(sys.argv)),
         "versions": _versions(),
-        "settings": settings,
+        "settings": {"data": asdict(data), "head": asdict(setup.shape)},
         "training": args.to_dict(),
         "num_rows": len(rows),
         "num_tokens": rows.num_tokens,
@@ -212,8 +238,13 @@ def run(
         "final": {} if final is None else final.record(),
     }
     (output_dir / "run.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
-    write_card(directory, _card_facts(trained, target, rows, trainer, final, num_eval_tokens, settings))
-    logger.info("serve it: selfspec generate --target %s --drafter %s:%s …", target.name, drafter_for(head), directory)
+    write_card(directory, _card_facts(trained, setup, trainer, final))
+    logger.info(
+        "serve it: selfspec generate --target %s --drafter %s:%s …",
+        target.name,
+        drafter_for(head.config.head_type),
+        directory,
+    )
     if wants_push:
         repo_id = args.hub_model_id or output_dir.resolve().name
         url = trained.push_to_hub(repo_id, directory=directory, token=args.hub_token, private=bool(args.hub_private_repo))
@@ -234,16 +265,8 @@ def _history(log_history: list[dict[str, float]]) -> list[dict[str, float]]:
     ]
 
 
-def _card_facts(
-    head: DraftHead,
-    target: Target,
-    rows: PackedRows,
-    trainer: HeadTrainer,
-    final: AcceptanceReport | None,
-    num_eval_tokens: int,
-    settings: dict[str, Any],
-) -> CardFacts:
-    data, args, state = settings["data"], trainer.args, trainer.state
+def _card_facts(head: DraftHead, setup: Setup, trainer: HeadTrainer, final: AcceptanceReport | None) -> CardFacts:
+    data, args, target, rows, state = setup.data, setup.args, setup.target, setup.rows, trainer.state
     num_devices = args.world_size
     device = torch.cuda.get_device_name() if args.device.type == "cuda" else "CPU"
     training = {
@@ -256,20 +279,20 @@ def _card_facts(
         training["speed"] = f"{median(speeds):,.0f} tokens/s, evaluation not counted"
     if peaks:
         training["peak memory"] = f"{max(peaks):.1f} GiB, evaluation included"
-    eval_file = data["final_eval_file"] or data["held_out_file"]
+    eval_file = data.final_eval_file or data.held_out_file
     return CardFacts(
-        kind=drafter_for(head),
+        kind=drafter_for(head.config.head_type),
         target=Path(target.name).name if Path(target.name).exists() else target.name,
         num_parameters=head.num_parameters,
         data={
-            "file": Path(data["train_file"]).name,
+            "file": Path(data.train_file).name,
             "rows": f"{len(rows):,} of {rows.input_ids.shape[1]:,} tokens",
             "tokens": f"{rows.num_tokens:,}, of them {int(rows.loss_mask.sum()):,} in answers",
         },
         training=training,
         acceptance=final,
         eval_file=None if eval_file is None else Path(eval_file).name,
-        num_eval_tokens=num_eval_tokens,
+        num_eval_tokens=data.num_eval_tokens,
         command=public_command(sys.argv),
         versions=_versions(),
     )

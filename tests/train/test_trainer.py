@@ -236,8 +236,7 @@ def test_all_processes_stop_at_one_processs_bad_loss(flags: Flags, start: Start,
     process = start("medusa", flags(tmp_path / "run"), num_processes=2, script=script)
     _, errors = process.communicate(timeout=120)
     assert process.returncode != 0
-    for rank in (0, 1):
-        assert f"[rank{rank}]: FloatingPointError: the loss is nan at step 0: its batch is in" in errors
+    assert errors.count("selfspec: the loss is nan at step 0: its batch is in") == 2
     assert [path.name for path in (tmp_path / "run").glob("bad_batch*")] == ["bad_batch_1.pt"]
 
 
