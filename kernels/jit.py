@@ -19,8 +19,8 @@ def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     return (lambda function: function) if triton is None else triton.jit(**options)
 
 
-# Whether the kernels have passed their tests on a device (`pytest -m gpu tests/test_triton.py`). So far they have passed them
-# in the interpreter only, so that the twins, which have run on CUDA, serve there as well.
+# Whether the kernels have passed their tests on a device (`pytest -m gpu tests/test_triton.py`). So far they have done so in
+# the interpreter only, so that the twins, which have run on CUDA, serve there as well.
 ARE_CHECKED_ON_CUDA = False
 
 
