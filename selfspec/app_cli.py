@@ -15,7 +15,9 @@ def register(cli: typer.Typer) -> None:
         *,
         target: TargetOptions,
         host: Annotated[str, typer.Option("--host", help="address to listen on; 0.0.0.0 lets others in")] = "127.0.0.1",
-        port: Annotated[int | None, typer.Option("--port", help="the first free one from 7860 by default")] = None,
+        port: Annotated[
+            int | None, typer.Option("--port", help="the first free one from 7860 by default", min=1, max=65535)
+        ] = None,
     ) -> None:
         """Open a page on which drafters race, and that shows why one wins."""
         try:
