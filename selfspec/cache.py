@@ -3,12 +3,21 @@
 A row's committed prefix fills its storage indices `0 … length - 1`; a verify pass writes the candidate tree's N nodes at
 `length … length + N - 1`, in scratch slots of the row's own blocks. Accepting a path copies its rows down to the prefix's
 end; everything else there is overwritten by the next pass. The pool grows on demand, whatever the model's maximum.
+
+Full blocks of a prefix never change, so that rows which begin alike can share them: `publish` offers a row's blocks under a
+digest of all tokens up to their end, `adopt` gives an empty row those that fit. A published block that no row uses keeps its
+content until its place is needed, the one unused for longest first.
 """
 
 from __future__ import annotations
 
+import hashlib
 import heapq
+from array import array
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
+from itertools import islice, pairwise
 
 import torch
 
@@ -41,6 +50,18 @@ class CacheRow:
     is_contiguous: bool = True
 
 
+@dataclass(frozen=True)
+class _Published:
+    """A full block that rows may share, and those of the target's features of its tokens that are kept: [block_size, E]."""
+
+    block: int
+    features: dict[int, torch.Tensor]
+
+
+class CacheFull(MemoryError):
+    """The pool may not grow any further, and every block is in use."""
+
+
 class KVCache:
     """A pool of `block_size`-token blocks.
 
@@ -48,6 +69,7 @@ class KVCache:
         shape: what one token stores.
         block_size: tokens a block.
         max_tokens: the most tokens the pool may ever hold, None for no limit but memory.
+        use_sharing: keep published blocks for rows to come; needs `max_tokens`, since kept blocks fill the pool.
     """
 
     def __init__(
@@ -58,12 +80,20 @@ class KVCache:
         device: torch.device,
         block_size: int = 16,
         max_tokens: int | None = None,
+        use_sharing: bool = False,
     ) -> None:
+        assert max_tokens is not None or not use_sharing
         self.shape = shape
         self.block_size = block_size
         self.max_blocks = None if max_tokens is None else max_tokens // block_size
+        self.use_sharing = use_sharing
         self._free: list[int] = []
         self._num_blocks = 0
+        self._num_users: dict[int, int] = {}
+        self._published: dict[bytes, _Published] = {}
+        self._digests: dict[int, bytes] = {}
+        # Published blocks without users, in the order in which they are given up.
+        self._idle: dict[int, None] = {}
         self.keys = torch.empty(shape.num_layers, 0, shape.num_kv_heads, shape.key_dim, dtype=dtype, device=device)
         self.values = torch.empty(shape.num_layers, 0, shape.num_kv_heads, shape.value_dim, dtype=dtype, device=device)
 
@@ -72,20 +102,33 @@ class KVCache:
         return self.keys.device
 
     @property
+    def max_tokens(self) -> int | None:
+        """The most tokens that the pool can hold, whole blocks of them."""
+        return None if self.max_blocks is None else self.max_blocks * self.block_size
+
+    @property
     def num_free_blocks(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._idle)
 
     @property
     def num_used_blocks(self) -> int:
-        return self._num_blocks - len(self._free)
+        return self._num_blocks - self.num_free_blocks
 
     def open_row(self) -> CacheRow:
         return CacheRow()
 
     def release(self, row: CacheRow) -> None:
         """Give a row's blocks back; the row is empty afterwards."""
-        for block in row.blocks:
-            heapq.heappush(self._free, block)
+        # The last first: a prefix is of no use without its beginning.
+        for block in reversed(row.blocks):
+            self._num_users[block] -= 1
+            if self._num_users[block]:
+                continue
+            del self._num_users[block]
+            if block in self._digests:
+                self._idle[block] = None
+            else:
+                heapq.heappush(self._free, block)
         row.blocks.clear()
         row.length = 0
         row.is_contiguous = True
@@ -94,28 +137,99 @@ class KVCache:
         """Give every row room for `num_nodes` slots past its prefix, growing the pool where needed.
 
         Raises:
-            MemoryError: the pool may not grow any further.
+            CacheFull: the pool may not grow any further; nothing has changed.
         """
-        wanted = [-(-(row.length + num_nodes) // self.block_size) - len(row.blocks) for row in rows]
-        missing = sum(max(count, 0) for count in wanted) - len(self._free)
+        wanted = self._num_wanted(rows, num_nodes)
+        missing = sum(wanted) - len(self._free)
         if missing > 0:
-            self._grow(missing)
+            self._find_blocks(missing)
         for row, count in zip(rows, wanted, strict=True):
             for _ in range(count):
                 block = heapq.heappop(self._free)
+                self._num_users[block] = 1
                 row.is_contiguous = row.is_contiguous and (not row.blocks or block == row.blocks[-1] + 1)
                 row.blocks.append(block)
 
-    def _grow(self, num_missing: int) -> None:
-        """Enlarge the pool by half at least, so that copying stays a constant cost a token."""
-        num_new = max(num_missing, self._num_blocks // 2, 32)
+    def can_reserve(self, rows: list[CacheRow], num_nodes: int, *, num_spare: int = 0) -> bool:
+        """Whether `reserve` would find the room, and leave `num_spare` blocks."""
+        if self.max_blocks is None:
+            return True
+        return sum(self._num_wanted(rows, num_nodes)) + num_spare <= self.max_blocks - self.num_used_blocks
+
+    def _num_wanted(self, rows: list[CacheRow], num_nodes: int) -> list[int]:
+        return [max(-(-(row.length + num_nodes) // self.block_size) - len(row.blocks), 0) for row in rows]
+
+    def publish(self, row: CacheRow, token_ids: Sequence_[int], features: Mapping[int, torch.Tensor] | None = None) -> None:
+        """Offer the full blocks of a row's prefix, which holds `token_ids`, to rows that begin alike.
+
+        Args:
+            features: of these tokens, each [1, T, E]; a row whose drafter wants features adopts only what has them.
+        """
+        if not self.use_sharing:
+            return
+        assert len(token_ids) == row.length
+        for number, digest in enumerate(self._digests_of(token_ids)):
+            if digest not in self._published:
+                self._published[digest] = _Published(row.blocks[number], {})
+                self._digests[row.blocks[number]] = digest
+            kept = self._published[digest].features
+            span = slice(number * self.block_size, (number + 1) * self.block_size)
+            for name, hidden in (features or {}).items():
+                if name not in kept:
+                    # A copy, lest one block keep a whole prompt's features alive.
+                    kept[name] = hidden[0, span].clone()
+
+    def adopt(self, row: CacheRow, token_ids: Sequence_[int], features: Sequence_[int] = ()) -> dict[int, torch.Tensor]:
+        """Let an empty row begin with the published blocks that hold the beginning of `token_ids`.
+
+        Returns:
+            The features asked for, each [1, T, E], of the T tokens that the row has now; nothing where T is 0.
+        """
+        assert not row.blocks
+        found: list[_Published] = []
+        for digest in self._digests_of(token_ids) if self.use_sharing else ():
+            known = self._published.get(digest)
+            if known is None or not known.features.keys() >= set(features):
+                break
+            found.append(known)
+        for known in found:
+            self._num_users[known.block] = self._num_users.get(known.block, 0) + 1
+            self._idle.pop(known.block, None)
+            row.blocks.append(known.block)
+        row.length = len(found) * self.block_size
+        row.is_contiguous = all(after == before + 1 for before, after in pairwise(row.blocks))
+        if not found:
+            return {}
+        return {name: torch.cat([known.features[name] for known in found])[None] for name in features}
+
+    def _digests_of(self, token_ids: Sequence_[int]) -> Iterator[bytes]:
+        """One for every full block: a digest of all tokens up to its end, so that equal digests mean equal prefixes."""
+        digest = b""
+        for end in range(self.block_size, len(token_ids) + 1, self.block_size):
+            tokens = array("q", token_ids[end - self.block_size : end]).tobytes()
+            digest = hashlib.blake2b(digest + tokens, digest_size=16).digest()
+            yield digest
+
+    def _find_blocks(self, count: int) -> None:
+        """Make `count` more blocks free: enlarge the pool, and give up idle blocks where it may not grow."""
+        # By half at least, so that copying stays a constant cost a token.
+        num_new = max(count, self._num_blocks // 2, 32)
         if self.max_blocks is not None:
             num_new = min(num_new, self.max_blocks - self._num_blocks)
-        if num_new < num_missing:
-            raise MemoryError(
-                f"the KV cache holds {self.max_blocks} blocks of {self.block_size} tokens and needs {num_missing} more: "
-                "lower the batch size or raise the cache's max_tokens"
+        num_lost = max(count - num_new, 0)
+        if num_lost > len(self._idle):
+            raise CacheFull(
+                f"the KV cache holds {self.max_blocks} blocks of {self.block_size} tokens and needs "
+                f"{num_lost - len(self._idle)} more: lower the batch size or raise the cache's max_tokens"
             )
+        if num_new:
+            self._grow(num_new)
+        for block in list(islice(self._idle, num_lost)):
+            del self._idle[block]
+            del self._published[self._digests.pop(block)]
+            heapq.heappush(self._free, block)
+
+    def _grow(self, num_new: int) -> None:
         num_slots = (self._num_blocks + num_new) * self.block_size
         for name in ("keys", "values"):
             old = getattr(self, name)

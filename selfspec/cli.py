@@ -17,6 +17,7 @@ from selfspec.fetch import fetch as fetch_default_target
 from selfspec.interop_cli import app as interop_app
 from selfspec.options import DraftOptions, TargetOptions, command, quiet_libraries
 from selfspec.prompts import OutputWriter, PromptRow, read_prompts
+from selfspec.serve_cli import register as register_serve
 
 if TYPE_CHECKING:
     from selfspec.compare import Mode
@@ -26,6 +27,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.add_typer(data_app, name="data")
 app.add_typer(interop_app)
 register_app(app)
+register_serve(app)
 
 DEMO_PROMPTS = Path(__file__).parent / "data" / "demo_prompts.jsonl"
 

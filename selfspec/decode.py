@@ -6,20 +6,23 @@ more rows. Sequences join when a place is free and leave when they end; the othe
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from selfspec.accept import Acceptance, accept
-from selfspec.cache import KVCache
+from selfspec.cache import CacheFull, KVCache
 from selfspec.drafters.base import Drafter, NoDrafter
 from selfspec.planner import Planner
-from selfspec.sequence import Batch, Request, Sequence
+from selfspec.sequence import Batch, Emission, Request, Sequence
 from selfspec.target import Target
-from selfspec.tree import CandidateTree
+from selfspec.tree import CandidateTree, chain
 
 
 @dataclass(frozen=True)
@@ -36,17 +39,24 @@ class Step:
     """One pass of the loop: what was proposed, what was kept, and what each sequence emitted.
 
     Attributes:
+        drafter: whose tree it is.
         sequences: the rows of the step, in the order of the tensors' first dimension.
-        emitted: per row, the tokens that were appended (cut where the sequence ended).
+        emissions: per row, the tokens that were appended and how many of them were drafted.
         finished: those of `sequences` that ended with this step.
     """
 
+    drafter: Drafter
     sequences: list[Sequence]
     tree: CandidateTree
     acceptance: Acceptance
-    emitted: list[list[int]]
+    emissions: list[Emission]
     finished: list[Sequence]
     seconds: StepSeconds
+
+    @property
+    def emitted(self) -> list[list[int]]:
+        """Per row, the tokens that were appended."""
+        return [emission.tokens for emission in self.emissions]
 
 
 def decode(
@@ -62,61 +72,254 @@ def decode(
 
     Closing the generator early frees what it holds. `requests` may be a generator: it is asked for the next one only when a
     place is free.
+
+    Raises:
+        FloatingPointError: the target's logits held a NaN or an infinity where a token was to be chosen.
+        MemoryError: a prompt does not fit the cache.
     """
-    drafter = drafter or NoDrafter()
-    planner = planner or drafter.planner
-    cache = cache or target.new_cache()
-    batch = Batch(target, cache)
+    scheduler = Scheduler(target, cache or target.new_cache(), max_batch=max_batch)
+    group = scheduler.add_group(drafter or NoDrafter(), planner)
     waiting = iter(requests)
     try:
-        # A context manager around the yields would leave inference mode on in the caller; each stage enters it by itself.
+        # A context manager around the yields would leave inference mode on in the caller; each round enters it by itself.
         while True:
             with torch.inference_mode():
-                while len(batch) < max_batch and (request := next(waiting, None)) is not None:
-                    _prefill(target, batch, drafter, request)
-                if not len(batch):
+                while len(scheduler) < max_batch and (request := next(waiting, None)) is not None:
+                    scheduler.submit(request, group)
+                if not len(scheduler):
                     return
-                batch.refresh()
-                step = _step(target, batch, drafter, planner)
-            yield step
+                steps = scheduler.round()
+            for step in steps:
+                for sequence in step.finished:
+                    if sequence.error is not None:
+                        raise sequence.error
+                yield step
     finally:
-        for sequence in batch.sequences:
-            drafter.retire(sequence)
-            cache.release(sequence.row)
+        scheduler.close()
 
 
-def _prefill(target: Target, batch: Batch, drafter: Drafter, request: Request) -> None:
-    """Commit all of a prompt but its last token, which is the first tree's root."""
-    sequence = batch.open(request)
-    started = time.perf_counter()
-    prefix = torch.tensor(request.prompt_ids[:-1], dtype=torch.int64).to(target.device)
-    try:
-        features = target.prefill(prefix, sequence.row, batch.cache, features=drafter.features)
-        drafter.admit(sequence, features)
-    except BaseException:
-        # Not part of the batch yet, so nobody else would free it.
-        batch.cache.release(sequence.row)
-        raise
-    sequence.prefill_seconds = time.perf_counter() - started
-    batch.add(sequence)
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The sequences that one drafter serves; they share its proposals and a verify pass."""
+
+    drafter: Drafter
+    planner: Planner
+    batch: Batch
 
 
-def _step(target: Target, batch: Batch, drafter: Drafter, planner: Planner) -> Step:
-    sequences = list(batch.sequences)
-    times = [time.perf_counter()]
-    tree = drafter.propose(batch, planner.num_draft_tokens(drafter, batch))
-    tree = planner.prune(tree.limit_depth(batch.max_depths))
-    times.append(time.perf_counter())
-    verification = drafter.verify(target, batch, tree)
-    times.append(time.perf_counter())
-    acceptance = accept(tree, verification.logits, batch.sampler)
-    batch.cache.compact(batch.rows, tree, acceptance)
-    emitted = batch.commit(tree, acceptance, verification.logits)
-    drafter.commit(batch, tree, acceptance, verification.features)
-    times.append(time.perf_counter())
-    seconds = StepSeconds(*(end - start for start, end in pairwise(times)))
-    planner.observe(tree, acceptance, seconds.draft, seconds.verify + seconds.accept)
-    finished = batch.remove_finished()
-    for sequence in finished:
-        drafter.retire(sequence)
-    return Step(sequences, tree, acceptance, emitted, finished, seconds)
+@dataclass(frozen=True)
+class _Prefill:
+    """A prompt on its way into the cache, with the features of what is there, part by part."""
+
+    sequence: Sequence
+    parts: list[Mapping[int, torch.Tensor]]
+
+
+class Scheduler:
+    """All sequences of one cache, from waiting over prefill to decoding; a round takes each of them a step further.
+
+    First come, first served. Where the cache runs out, drafts are left out first. Then the youngest sequence gives its
+    blocks up and waits; it comes back as a prompt with what it has emitted behind it. A token depends on those before it,
+    on the request's key and on its position alone, so that none of this changes an output.
+
+    Args:
+        max_batch: the most sequences with a place in the cache.
+        prefill_tokens: the most prompt tokens that a round enters, lest a long prompt hold everyone up; None for no limit.
+        on_error: is told an error and whose sequences it stopped, and has to `cancel` or `move` them; raises it by default.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        cache: KVCache,
+        *,
+        max_batch: int,
+        prefill_tokens: int | None = None,
+        on_error: Callable[[Exception, list[Sequence]], None] | None = None,
+    ) -> None:
+        self.target = target
+        self.cache = cache
+        self.max_batch = max_batch
+        self.prefill_tokens = prefill_tokens or sys.maxsize
+        self.waiting: deque[Sequence] = deque()
+        self.num_preemptions = 0
+        self._on_error = on_error or _raise
+        self._groups: list[Group] = []
+        # Every sequence there is, in the order of arrival.
+        self._homes: dict[Sequence, Group] = {}
+        self._prefill: _Prefill | None = None
+        # A sequence had to give way, and none has ended since: one more would only have to give way again.
+        self._is_crowded = False
+
+    def __len__(self) -> int:
+        return len(self._homes)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._homes) - len(self.waiting)
+
+    def add_group(self, drafter: Drafter, planner: Planner | None = None) -> Group:
+        group = Group(drafter, planner or drafter.planner, Batch(self.target, self.cache))
+        self._groups.append(group)
+        return group
+
+    def remove_group(self, group: Group) -> None:
+        assert group not in self._homes.values()
+        self._groups.remove(group)
+
+    def group_of(self, sequence: Sequence) -> Group:
+        return self._homes[sequence]
+
+    def sequences_of(self, group: Group) -> list[Sequence]:
+        """Waiting or running, in the order of arrival."""
+        return [sequence for sequence, home in self._homes.items() if home is group]
+
+    def submit(self, request: Request, group: Group) -> Sequence:
+        """Put a request at the end of the queue.
+
+        Raises:
+            MemoryError: it does not fit the cache, were it alone there.
+        """
+        sequence = group.batch.open(request)
+        self._homes[sequence] = group
+        self.waiting.append(sequence)
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a sequence wherever it is, and free what it holds."""
+        self._vacate(sequence)
+        del self._homes[sequence]
+        self._is_crowded = False
+
+    def move(self, sequence: Sequence, group: Group) -> None:
+        """Have another drafter serve a sequence: it goes back to the head of the queue, with what it has emitted."""
+        self._vacate(sequence)
+        self._homes[sequence] = group
+        self.waiting.appendleft(sequence)
+
+    def close(self) -> None:
+        for sequence in list(self._homes):
+            self.cancel(sequence)
+
+    def round(self) -> list[Step]:
+        """Enter this round's share of prompts, then take a step of every group."""
+        steps = []
+        try:
+            self._enter_prompts()
+        except Exception as error:
+            assert self._prefill is not None
+            self._on_error(error, [self._prefill.sequence])
+        for group in list(self._groups):
+            try:
+                if self._has_room(group):
+                    steps.append(self._step(group))
+            except Exception as error:
+                self._on_error(error, list(group.batch.sequences))
+        return steps
+
+    def _enter_prompts(self) -> None:
+        """Commit all of a prompt but its last token, which is the first tree's root; one prompt after the other."""
+        budget = self.prefill_tokens
+        while budget > 0 and (prefill := self._prefill or self._admit()) is not None:
+            started = time.perf_counter()
+            sequence, group = prefill.sequence, self._homes[prefill.sequence]
+            drafter, prefix = group.drafter, sequence.prefix_ids
+            chunk = prefix[sequence.row.length :][:budget]
+            budget -= len(chunk)
+            tokens = torch.tensor(chunk, dtype=torch.int64).to(self.target.device)
+            prefill.parts.append(self.target.prefill(tokens, sequence.row, self.cache, features=drafter.features))
+            if sequence.row.length == len(prefix):
+                features = {name: torch.cat([part[name] for part in prefill.parts], dim=1) for name in drafter.features}
+                self.cache.publish(sequence.row, prefix, features)
+                try:
+                    drafter.admit(sequence, features)
+                except Exception:
+                    drafter.retire(sequence)
+                    raise
+                self._prefill = None
+                group.batch.add(sequence)
+            sequence.prefill_seconds += time.perf_counter() - started
+
+    def _admit(self) -> _Prefill | None:
+        """Give the head of the queue a place, if there is one and its prompt fits beside those that are running."""
+        num_running = self.num_running
+        if not self.waiting or num_running >= self.max_batch or (num_running and self._is_crowded):
+            return None
+        sequence = self.waiting[0]
+        drafter = self._homes[sequence].drafter
+        features = self.cache.adopt(sequence.row, sequence.prefix_ids, drafter.features)
+        num_new = sequence.num_tokens - sequence.row.length
+        # A block to spare for everyone's next tokens.
+        if num_running and not self.cache.can_reserve([sequence.row], num_new, num_spare=num_running):
+            self.cache.release(sequence.row)
+            return None
+        self.waiting.popleft()
+        self._prefill = _Prefill(sequence, [features] if features else [])
+        self.cache.reserve([sequence.row], num_new)
+        if not sequence.started:
+            sequence.started = time.perf_counter()
+            sequence.num_reused_tokens = sequence.row.length
+        return self._prefill
+
+    def _has_room(self, group: Group) -> bool:
+        """Make room for the root of every row, at the cost of the youngest sequences; false where no row is left."""
+        batch = group.batch
+        while len(batch) and not self.cache.can_reserve(batch.rows, 1):
+            youngest = next(sequence for sequence in reversed(self._homes) if sequence.row.blocks)
+            self.move(youngest, self._homes[youngest])
+            self.num_preemptions += 1
+            self._is_crowded = True
+        return len(batch) > 0
+
+    def _step(self, group: Group) -> Step:
+        batch, drafter, planner = group.batch, group.drafter, group.planner
+        batch.refresh()
+        sequences = list(batch.sequences)
+        times = [time.perf_counter()]
+        tree = self._propose(group)
+        times.append(time.perf_counter())
+        verification = drafter.verify(self.target, batch, tree)
+        times.append(time.perf_counter())
+        acceptance = accept(tree, verification.logits, batch.sampler)
+        batch.cache.compact(batch.rows, tree, acceptance)
+        emissions = batch.commit(tree, acceptance, verification.logits)
+        drafter.commit(batch, tree, acceptance, verification.features)
+        times.append(time.perf_counter())
+        seconds = StepSeconds(*(end - start for start, end in pairwise(times)))
+        planner.observe(tree, acceptance, seconds.draft, seconds.verify + seconds.accept)
+        finished = [sequence for sequence in sequences if sequence.finish_reason is not None]
+        for sequence in finished:
+            self.cancel(sequence)
+        return Step(drafter, sequences, tree, acceptance, emissions, finished, seconds)
+
+    def _propose(self, group: Group) -> CandidateTree:
+        """What the drafter proposes and the planner keeps; the roots alone where the cache has no room for more."""
+        batch, drafter, planner = group.batch, group.drafter, group.planner
+        try:
+            tree = drafter.propose(batch, planner.num_draft_tokens(drafter, batch))
+            tree = planner.prune(tree.limit_depth(batch.max_depths))
+            self.cache.reserve(batch.rows, tree.num_nodes)
+        except CacheFull:
+            tree = chain(batch.roots)
+        return tree
+
+    def _vacate(self, sequence: Sequence) -> None:
+        """Take a sequence out of the queue, the prefill or its batch; its blocks may serve others that begin alike."""
+        group = self._homes[sequence]
+        if sequence in group.batch.sequences:
+            group.batch.remove(sequence)
+            group.drafter.retire(sequence)
+            if sequence.error is None:
+                prefix = sequence.prefix_ids
+                # What was accepted behind an end is no part of the text.
+                self.cache.rewind(sequence.row, len(prefix))
+                self.cache.publish(sequence.row, prefix)
+        elif self._prefill is not None and self._prefill.sequence is sequence:
+            self._prefill = None
+        else:
+            self.waiting.remove(sequence)
+        self.cache.release(sequence.row)
+
+
+def _raise(error: Exception, sequences: Sequence_[Sequence]) -> None:
+    raise error

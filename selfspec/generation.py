@@ -27,10 +27,13 @@ class Completion:
         finish_reason: `stop` (end token, stop id or stop string) or `length`.
         stop_string: the stop string that ended it, if one did.
         logprobs: log-probability of each emitted token under the target, where asked for.
+        top_logprobs: the likeliest tokens in each one's place with their log-probabilities, where asked for.
         num_target_passes: verify passes the answer took; prefill is not counted.
         num_draft_tokens, num_accepted_tokens: drafted, and emitted from drafts.
         num_paused_passes: passes without drafts because the text had outgrown the drafter's context.
+        num_reused_tokens: prompt tokens whose KV was in the cache already.
         seconds, prefill_seconds: wall clock from admission to the last token, and the prefill's part of it.
+        queue_seconds: wall clock before admission.
     """
 
     prompt_index: int
@@ -47,6 +50,9 @@ class Completion:
     num_paused_passes: int
     seconds: float
     prefill_seconds: float
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    num_reused_tokens: int = 0
+    queue_seconds: float = 0.0
 
     @property
     def acceptance_length(self) -> float:
@@ -110,7 +116,7 @@ def generate_iter(
     planner = None if use_cost_guard else Planner(is_active=False)
     for step in decode(target, requests, drafter=drafter, max_batch=batch_size, planner=planner):
         for sequence in step.finished:
-            completion = _completion(sequence)
+            completion = completion_of(sequence)
             done[completion.prompt_index, completion.sample_index] = completion
         while num_yielded < len(order) and order[num_yielded] in done:
             yield done.pop(order[num_yielded])
@@ -129,12 +135,12 @@ def stream(
     sampling = sampling or SamplingParams()
     if sampling.n != 1:
         raise ValueError(f"n={sampling.n} is not allowed in a stream: use generate for several samples")
-    _check_token_ids(target, sampling)
+    check_token_ids(target, sampling)
     requests = [Request(encode(target, prompt, 0), sampling)]
     planner = None if use_cost_guard else Planner(is_active=False)
     for step in decode(target, requests, drafter=drafter, planner=planner):
         sequence = step.sequences[0]
-        completion = _completion(sequence) if step.finished else None
+        completion = completion_of(sequence) if step.finished else None
         yield StreamEvent(sequence.text_stream.take(is_last=completion is not None), step.emitted[0], completion)
 
 
@@ -157,7 +163,7 @@ def encode(target: Target, prompt: Prompt, index: int) -> list[int]:
     return token_ids
 
 
-def _check_token_ids(target: Target, sampling: SamplingParams) -> None:
+def check_token_ids(target: Target, sampling: SamplingParams) -> None:
     """Refuse settings that name tokens the target does not have."""
     for name, token_ids in ("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias):
         worst = max(token_ids, default=0)
@@ -180,13 +186,14 @@ def _requests(
         else:
             params = sampling or SamplingParams()
         token_ids = encode(target, prompt, index)
-        _check_token_ids(target, params)
+        check_token_ids(target, params)
         for sample_index in range(params.n):
             order.append((index, sample_index))
             yield Request(token_ids, params, index, sample_index)
 
 
-def _completion(sequence: DecodedSequence) -> Completion:
+def completion_of(sequence: DecodedSequence) -> Completion:
+    """The answer of a sequence that has ended."""
     assert sequence.finish_reason is not None
     return Completion(
         prompt_index=sequence.request.index,
@@ -203,4 +210,7 @@ def _completion(sequence: DecodedSequence) -> Completion:
         num_paused_passes=sequence.num_paused_passes,
         seconds=sequence.seconds,
         prefill_seconds=sequence.prefill_seconds,
+        top_logprobs=sequence.top_logprobs if sequence.request.num_top_logprobs else None,
+        num_reused_tokens=sequence.num_reused_tokens,
+        queue_seconds=sequence.started - sequence.created,
     )

@@ -7,6 +7,7 @@ The filters and the repetition penalty are transformers' own logits processors, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +24,21 @@ from transformers.generation.logits_process import (
 from selfspec.config import SamplingParams
 from selfspec.noise import Stream, gumbel, uniform
 
-__all__ = ["Sampler", "Stream"]
+__all__ = ["Grammar", "Sampler", "Stream"]
+
+
+class Grammar(ABC):
+    """The form that one answer must have.
+
+    Attributes:
+        problem: why it cannot be followed any further.
+    """
+
+    problem: str | None = None
+
+    @abstractmethod
+    def allowed(self, token_ids: list[int]) -> torch.Tensor:
+        """[V] bool on the CPU: which tokens may follow an answer that has begun with `token_ids`; at least one may."""
 
 
 class Sampler:
@@ -36,6 +51,7 @@ class Sampler:
         num_tokens: [B] int64, how many of them are committed; the token of depth d gets position `num_tokens + d`.
         num_prompt_tokens: [B] int64.
         eos_token_ids: the model's end-of-sequence ids.
+        grammars: each row's, None for any text; nothing at all where no row has one.
     """
 
     def __init__(
@@ -46,13 +62,15 @@ class Sampler:
         num_tokens: torch.Tensor,
         num_prompt_tokens: torch.Tensor,
         eos_token_ids: Sequence[int],
+        grammars: Sequence[Grammar | None] = (),
     ) -> None:
+        self._grammars = [(row, grammar) for row, grammar in enumerate(grammars) if grammar is not None]
         self.params = list(params)
         self.keys = keys
         self.history = history
         self.num_tokens = num_tokens
         self.num_prompt_tokens = num_prompt_tokens
-        self.is_plain = all(p.is_plain for p in params)
+        self.is_plain = all(p.is_plain for p in params) and not self._grammars
         self.is_greedy = all(p.is_greedy for p in params)
         device = keys.device
         self._greedy_rows = torch.tensor([p.is_greedy for p in params], device=device)
@@ -97,6 +115,8 @@ class Sampler:
         Greedy rows come out as a point mass on their argmax (0 there, -inf elsewhere).
         """
         logits = logits.float()
+        if self._grammars:
+            logits = self._within_grammars(logits, depth)
         if not self._groups:
             return _point_mass(logits)
         if len(self._groups) == 1:
@@ -105,6 +125,15 @@ class Sampler:
         for rows, law in self._groups:
             out[rows] = law(logits[rows], self, rows, depth)
         return out
+
+    def _within_grammars(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
+        """Logits [B, V] with -inf for the tokens that may not follow each row's path. Reads the paths to the host."""
+        logits = logits.clone()
+        begins, ends = self.num_prompt_tokens.tolist(), (self.num_tokens + depth).tolist()
+        for row, grammar in self._grammars:
+            path = self.history[row, begins[row] : ends[row]].tolist()
+            logits[row].masked_fill_(~grammar.allowed(path).to(logits.device), -torch.inf)
+        return logits
 
     def draw(self, processed: torch.Tensor, depth: int, stream: Stream) -> torch.Tensor:
         """One draw per row from softmax(processed) [B, V]: [B]."""

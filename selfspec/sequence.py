@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -17,19 +18,26 @@ from selfspec.cache import CacheRow, KVCache
 from selfspec.config import SamplingParams
 from selfspec.detokenize import TextStream
 from selfspec.noise import sample_key
-from selfspec.sampling import Sampler
+from selfspec.sampling import Grammar, Sampler
 from selfspec.target import Target
 from selfspec.tree import CandidateTree
 
 
 @dataclass(frozen=True)
 class Request:
-    """A tokenised prompt with its settings. `index` and `sample_index` say where its answer belongs."""
+    """A tokenised prompt with its settings. `index` and `sample_index` say where its answer belongs.
+
+    Attributes:
+        num_top_logprobs: how many of the likeliest tokens to report beside each emitted one, where `logprobs` are asked for.
+        begin_grammar: begins the grammar that the answer must follow; None for any text.
+    """
 
     prompt_ids: list[int]
     sampling: SamplingParams
     index: int = 0
     sample_index: int = 0
+    num_top_logprobs: int = 0
+    begin_grammar: Callable[[], Grammar] | None = None
 
 
 @dataclass(eq=False)
@@ -37,7 +45,8 @@ class Sequence:
     """A request being decoded.
 
     Counters cover what was emitted: draft tokens accepted behind a stop are not counted as accepted. `num_paused_passes`
-    counts the passes for which the drafter could not draft, because the text had outgrown its context.
+    counts the passes for which the drafter could not draft, because the text had outgrown its context. `started` is the
+    time of admission, `num_reused_tokens` the part of the prompt whose KV was there already.
     """
 
     request: Request
@@ -46,14 +55,19 @@ class Sequence:
     key: int
     max_tokens: int
     eos_token_ids: frozenset[int]
+    grammar: Grammar | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     finish_reason: str | None = None
+    error: Exception | None = None
     num_target_passes: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_paused_passes: int = 0
-    started: float = field(default_factory=time.perf_counter)
+    num_reused_tokens: int = 0
+    created: float = field(default_factory=time.perf_counter)
+    started: float = 0.0
     prefill_seconds: float = 0.0
     seconds: float = 0.0
 
@@ -67,9 +81,19 @@ class Sequence:
         return len(self.request.prompt_ids) + len(self.token_ids)
 
     @property
+    def prefix_ids(self) -> list[int]:
+        """All tokens but the root: what the cache holds while the sequence decodes."""
+        return [*self.request.prompt_ids, *self.token_ids][:-1]
+
+    @property
     def max_depth(self) -> int:
         """The deepest draft that can still be emitted: one place is the bonus token's."""
         return self.max_tokens - len(self.token_ids) - 1
+
+    def fail(self, error: Exception) -> None:
+        """End the sequence with an error in place of an answer."""
+        self.error = error
+        self.finish_reason = "error"
 
     def emit(self, tokens: list[int]) -> list[int]:
         """Append a verify pass's tokens up to the first that ends the sequence; returns those that were appended."""
@@ -86,6 +110,15 @@ class Sequence:
                 self.text_stream.finish()
                 return tokens[:count]
         return tokens
+
+
+@dataclass(frozen=True)
+class Emission:
+    """What a step gave one row: the tokens appended (cut where the sequence ended), the draft's size, its emitted part."""
+
+    tokens: list[int]
+    num_drafted: int
+    num_accepted: int
 
 
 class Batch:
@@ -124,10 +157,21 @@ class Batch:
         return torch.tensor([sequence.max_depth for sequence in self.sequences]).to(self.device)
 
     def open(self, request: Request) -> Sequence:
-        """A sequence with an empty cache row, not part of the batch yet."""
+        """A sequence with an empty cache row, not part of the batch yet.
+
+        Raises:
+            MemoryError: the prompt leaves no room in the cache, were it alone there.
+        """
         sampling = request.sampling
         target = self.target
         room = target.context_length - len(request.prompt_ids)
+        if self.cache.max_tokens is not None:
+            room = min(room, self.cache.max_tokens - len(request.prompt_ids))
+        if room < 1:
+            raise MemoryError(
+                f"a prompt of {len(request.prompt_ids)} tokens leaves no room for an answer in a KV cache of "
+                f"{self.cache.max_tokens}: shorten the prompt or raise the cache's max_tokens"
+            )
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(target.eos_token_ids))
         return Sequence(
@@ -137,6 +181,7 @@ class Batch:
             key=sample_key(seed, request.sample_index),
             max_tokens=min(sampling.max_new_tokens, room),
             eos_token_ids=frozenset(ends),
+            grammar=request.begin_grammar() if request.begin_grammar is not None else None,
         )
 
     def add(self, sequence: Sequence) -> None:
@@ -146,25 +191,22 @@ class Batch:
 
     def refresh(self) -> None:
         """Make the tensors fit the present rows; once a step, after rows have come and gone."""
-        if self._is_stale and self.sequences:
-            self._rebuild()
-        self._is_stale = False
+        if not self.sequences:
+            return
+        longest = max(sequence.num_tokens for sequence in self.sequences)
+        if self._is_stale or longest + MAX_WALK > self.history.shape[1]:
+            self._rebuild(longest + HISTORY_GROWTH + MAX_WALK)
+            self._is_stale = False
 
-    def remove_finished(self) -> list[Sequence]:
-        """Drop the rows that have ended and free their blocks."""
-        finished = [sequence for sequence in self.sequences if sequence.finish_reason is not None]
-        if finished:
-            self.sequences = [sequence for sequence in self.sequences if sequence.finish_reason is None]
-            for sequence in finished:
-                self.cache.release(sequence.row)
-            self._is_stale = True
-        return finished
+    def remove(self, sequence: Sequence) -> None:
+        """Take a row out; its blocks are its own still."""
+        self.sequences.remove(sequence)
+        self._is_stale = True
 
-    def commit(self, tree: CandidateTree, acceptance: Acceptance, logits: torch.Tensor) -> list[list[int]]:
-        """Take a step's outcome over: tensors, cache lengths, outputs. Returns each row's emitted tokens.
+    def commit(self, tree: CandidateTree, acceptance: Acceptance, logits: torch.Tensor) -> list[Emission]:
+        """Take a step's outcome over: tensors, cache lengths, outputs.
 
-        Raises:
-            FloatingPointError: the target's logits held a NaN or an infinity where a token was to be chosen.
+        A row whose logits held a NaN or an infinity where a token was to be chosen ends with an error, alone.
         """
         index = self.num_tokens[:, None] + torch.arange(acceptance.tokens.shape[1], device=self.device)
         self.history.scatter_(1, index, acceptance.tokens.clamp(min=0))
@@ -180,40 +222,60 @@ class Batch:
             ],
             dim=1,
         ).tolist()
-        emitted = []
+        emissions = []
         for b, (sequence, (num_accepted, is_valid, num_drafts, *tokens)) in enumerate(
             zip(self.sequences, outcome, strict=True)
         ):
-            if not is_valid:
-                raise FloatingPointError(
-                    f"the target's logits are not finite after {len(sequence.token_ids)} tokens: "
-                    "use a wider dtype (float32 or bfloat16) or check the model's weights"
-                )
             self.cache.advance(sequence.row, num_accepted + 1)
-            kept = sequence.emit(tokens[: num_accepted + 1])
             sequence.num_target_passes += 1
             sequence.num_draft_tokens += num_drafts
-            sequence.num_accepted_tokens += min(num_accepted, len(kept))
+            kept: list[int] = []
+            if sequence.grammar is not None and sequence.grammar.problem is not None:
+                sequence.fail(ValueError(sequence.grammar.problem))
+            elif is_valid:
+                kept = sequence.emit(tokens[: num_accepted + 1])
+            else:
+                sequence.fail(
+                    FloatingPointError(
+                        f"the target's logits are not finite after {len(sequence.token_ids)} tokens: "
+                        "use a wider dtype (float32 or bfloat16) or check the model's weights"
+                    )
+                )
+            emission = Emission(kept, num_drafts, min(num_accepted, len(kept)))
+            sequence.num_accepted_tokens += emission.num_accepted
             if logprobs is not None and sequence.sampling.logprobs:
-                sequence.logprobs += logprobs[b][: len(kept)]
+                chosen, top = logprobs[b]
+                sequence.logprobs += chosen[: len(kept)]
+                if count := sequence.request.num_top_logprobs:
+                    sequence.top_logprobs += [entries[:count] for entries in top[: len(kept)]]
             sequence.seconds = time.perf_counter() - sequence.started
-            emitted.append(kept)
-        return emitted
+            emissions.append(emission)
+        return emissions
 
-    def _logprobs(self, acceptance: Acceptance, logits: torch.Tensor) -> list[list[float]] | None:
-        """Log-probability of every emitted token under the target alone (no temperature, filter or penalty)."""
+    def _logprobs(
+        self, acceptance: Acceptance, logits: torch.Tensor
+    ) -> list[tuple[list[float], list[list[tuple[int, float]]]]] | None:
+        """Log-probabilities under the target alone (no temperature, filter or penalty), along each row's path.
+
+        Returns:
+            Per row: that of every emitted token, and the likeliest tokens with theirs, as many as any row asks for.
+        """
         if not any(sequence.sampling.logprobs for sequence in self.sequences):
             return None
         nodes = acceptance.path.clamp(min=0)
         rows = logits.gather(1, nodes[:, :, None].expand(*nodes.shape, logits.shape[-1])).float()
-        chosen = acceptance.tokens.clamp(min=0)[:, :, None]
-        return rows.log_softmax(-1).gather(2, chosen)[:, :, 0].tolist()
+        log_probs = rows.log_softmax(-1)  # [B, K + 1, V]
+        chosen = log_probs.gather(2, acceptance.tokens.clamp(min=0)[:, :, None])[:, :, 0].tolist()
+        best = log_probs.topk(max(sequence.request.num_top_logprobs for sequence in self.sequences), dim=-1)
+        top = [
+            [list(zip(ids, values, strict=True)) for ids, values in zip(*row, strict=True)]
+            for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
+        return list(zip(chosen, top, strict=True))
 
-    def _rebuild(self) -> None:
-        """Make the tensors and the sampler anew for the present rows."""
+    def _rebuild(self, capacity: int) -> None:
+        """Make the tensors and the sampler anew for the present rows, with room for `capacity` tokens each."""
         sequences = self.sequences
-        # Room for the longest output that any row may reach, and for one walk of drafts past it.
-        capacity = max(len(s.request.prompt_ids) + s.max_tokens for s in sequences) + MAX_WALK
         tokens = [s.request.prompt_ids + s.token_ids for s in sequences]
         self.history = torch.tensor([ids + [0] * (capacity - len(ids)) for ids in tokens]).to(self.device)
         self.num_tokens = torch.tensor([len(ids) for ids in tokens]).to(self.device)
@@ -224,8 +286,12 @@ class Batch:
             self.num_tokens,
             torch.tensor([len(s.request.prompt_ids) for s in sequences]).to(self.device),
             self.target.eos_token_ids,
+            [s.grammar for s in sequences],
         )
 
 
 # The deepest walk that `Batch.history` keeps room for.
 MAX_WALK = 128
+# How many tokens it has room for beyond that when it is made: drafters look through all of it, so that room for the longest
+# possible output would cost every step.
+HISTORY_GROWTH = 256

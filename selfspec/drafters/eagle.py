@@ -85,7 +85,7 @@ class EagleDrafter(Drafter):
         fused = self.head.fuse([features[name] for name in self.features])[0]  # [T, E]
         row = _Row(self._cache.open_row(), fused[-1:])
         self._rows[sequence] = row
-        tokens = torch.tensor(sequence.request.prompt_ids[1:-1]).to(fused.device)
+        tokens = torch.tensor(sequence.prefix_ids[1:]).to(fused.device)
         for hidden, chunk in zip(fused[:-1].split(PREFILL_CHUNK), tokens.split(PREFILL_CHUNK), strict=True):
             if len(chunk):
                 entries = chain(chunk[:1], chunk[None, 1:])

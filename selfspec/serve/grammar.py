@@ -1,0 +1,92 @@
+"""Answers in a form: JSON schemas, regular expressions and grammars, by llguidance (https://github.com/guidance-ai/llguidance).
+
+What may come next is a function of the tokens so far, so that the walk through a candidate tree asks for each node's own
+path. A parser is kept at the last path asked for, and goes back and forth from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+
+from selfspec.sampling import Grammar
+from selfspec.serve.protocol import ResponseFormat
+from selfspec.target import Target
+
+# Between two parts of a JSON text: enough for any indentation, and an end to it, which a model may not find by itself.
+WHITESPACE = r"[ \t\n]{0,16}"
+
+
+class GrammarCompiler:
+    """Makes grammars for one target's tokens."""
+
+    def __init__(self, target: Target) -> None:
+        self._eos_token_ids = list(target.eos_token_ids)
+        self._vocab_size = target.vocab_size
+        self._tokenizer: LLTokenizer = from_tokenizer(
+            target.tokenizer, n_vocab=target.vocab_size, eos_token=self._eos_token_ids
+        )
+
+    def compile(self, wanted: ResponseFormat) -> Callable[[], Grammar] | None:
+        """What begins a grammar for each answer; None where any text will do.
+
+        Raises:
+            ValueError: the schema, pattern or grammar is not a valid one.
+        """
+        if wanted.type == "text":
+            return None
+        source = _source(wanted)
+        if problem := LLMatcher.validate_grammar(source, self._tokenizer):
+            raise ValueError(f"response_format cannot be used: {_sentence(problem)}")
+        beginning = LLMatcher(self._tokenizer, source)
+        return lambda: _Parser(beginning.deep_copy(), self._vocab_size, self._eos_token_ids)
+
+
+def _source(wanted: ResponseFormat) -> str:
+    if wanted.type == "regex":
+        return LLMatcher.grammar_from_regex(wanted.pattern or "")
+    if wanted.type == "grammar":
+        return LLMatcher.grammar_from_lark(wanted.grammar or "")
+    schema: Any = {"type": "object"}
+    if wanted.type == "json_schema":
+        assert wanted.json_schema is not None
+        schema = wanted.json_schema.schema_
+    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+
+
+def _sentence(problem: str) -> str:
+    """The first line, without the places in a grammar that the client never wrote."""
+    first = problem.strip().splitlines()[0].rstrip(": ")
+    return first.partition("): ")[2] if first.startswith("at ") else first
+
+
+class _Parser(Grammar):
+    """One answer's parser."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._consumed: list[int] = []
+        self._only_end = torch.zeros(vocab_size, dtype=torch.bool)
+        self._only_end[list(eos_token_ids)] = True
+
+    def allowed(self, token_ids: list[int]) -> torch.Tensor:
+        matcher = self._matcher
+        num_common = 0
+        for before, after in zip(self._consumed, token_ids, strict=False):
+            if before != after:
+                break
+            num_common += 1
+        matcher.rollback(len(self._consumed) - num_common)
+        rest = token_ids[num_common:]
+        self._consumed = token_ids[: num_common + matcher.try_consume_tokens(rest)]
+        if matcher.is_error():
+            self.problem = f"response_format became too complex to follow: {_sentence(matcher.get_error())}"
+        if self.problem is not None or matcher.is_stopped() or len(self._consumed) < len(token_ids):
+            return self._only_end
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        return torch.from_numpy(bits[: len(self._only_end)].astype(bool))

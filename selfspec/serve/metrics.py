@@ -1,0 +1,112 @@
+"""What Prometheus reads: names and meanings are vLLM's where vLLM has them, under `selfspec:`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+
+from selfspec.decode import Step
+from selfspec.engine import Listener
+from selfspec.generation import Completion
+
+# When each series began tells nothing here, and doubles their number.
+disable_created_metrics()
+
+# Seconds: from a token on a fast GPU to a long answer on a slow CPU.
+TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
+REQUEST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+WINDOW_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
+
+
+class Metrics(Listener):
+    """Counts what an engine does, and writes it down when asked.
+
+    Args:
+        model_name: the label that tells several servers apart.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+
+        def counter(name: str, help_text: str, *labels: str) -> Counter:
+            return Counter(f"selfspec:{name}", help_text, ["model_name", *labels], registry=self.registry)
+
+        def histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+            metric = Histogram(f"selfspec:{name}", help_text, ["model_name"], buckets=buckets, registry=self.registry)
+            return metric.labels(model_name)
+
+        self._drafts = counter("spec_decode_num_drafts", "drafts verified", "drafter")
+        self._draft_tokens = counter("spec_decode_num_draft_tokens", "draft tokens verified", "drafter")
+        self._accepted = counter("spec_decode_num_accepted_tokens", "draft tokens emitted", "drafter")
+        self._accepted_per_pos = counter(
+            "spec_decode_num_accepted_tokens_per_pos", "draft tokens emitted, by depth from 0", "drafter", "position"
+        )
+        self._passes = counter("verify_passes", "target passes", "drafter")
+        self._plain_passes = counter("verify_passes_without_drafts", "target passes that verified no draft", "drafter")
+        self._rows = counter("verify_rows", "sequences that took part in target passes, added up", "drafter")
+        self._window = histogram("spec_decode_window", "nodes of a pass's tree behind its root", WINDOW_BUCKETS)
+        self._prompt_tokens = counter("prompt_tokens", "prompt tokens of answered requests").labels(model_name)
+        self._reused_tokens = counter("prefix_cache_hits", "of these, tokens that were in the cache").labels(model_name)
+        self._tokens = counter("generation_tokens", "emitted tokens").labels(model_name)
+        self._successes = counter("request_success", "answers by what ended them", "finished_reason")
+        self._failures = counter("request_failure", "requests that ended without an answer", "reason")
+        self._preemptions = counter("num_preemptions", "requests that gave way when the cache was full").labels(model_name)
+        self._first = histogram("time_to_first_token_seconds", "from a request to its first tokens", REQUEST_BUCKETS)
+        self._between = histogram(
+            "inter_token_latency_seconds", "per token, the time since the tokens before", TOKEN_BUCKETS
+        )
+        self._total = histogram("e2e_request_latency_seconds", "from a request to its last token", REQUEST_BUCKETS)
+        self._queue = histogram("request_queue_time_seconds", "from a request to its prefill", REQUEST_BUCKETS)
+        self._prefill = histogram("request_prefill_time_seconds", "prefill of a request", REQUEST_BUCKETS)
+        self._decode = histogram("request_decode_time_seconds", "a request after its prefill", REQUEST_BUCKETS)
+
+    def watch(self, name: str, help_text: str, read: Callable[[], float]) -> None:
+        """A gauge that is read when Prometheus asks."""
+        gauge = Gauge(f"selfspec:{name}", help_text, ["model_name"], registry=self.registry)
+        gauge.labels(self._model_name).set_function(read)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def stepped(self, step: Step) -> None:
+        labels = (self._model_name, step.drafter.name)
+        drafted = [emission.num_drafted for emission in step.emissions]
+        self._passes.labels(*labels).inc()
+        self._rows.labels(*labels).inc(len(step.sequences))
+        self._window.observe(step.tree.num_nodes - 1)
+        if not any(drafted):
+            self._plain_passes.labels(*labels).inc()
+            return
+        self._drafts.labels(*labels).inc(sum(count > 0 for count in drafted))
+        self._draft_tokens.labels(*labels).inc(sum(drafted))
+        self._accepted.labels(*labels).inc(sum(emission.num_accepted for emission in step.emissions))
+        deepest = max(emission.num_accepted for emission in step.emissions)
+        for depth in range(deepest):
+            num_accepted = sum(emission.num_accepted > depth for emission in step.emissions)
+            self._accepted_per_pos.labels(*labels, str(depth)).inc(num_accepted)
+
+    def emitted(self, num_tokens: int, seconds: float, *, is_first: bool) -> None:
+        self._tokens.inc(num_tokens)
+        if is_first:
+            self._first.observe(seconds)
+        else:
+            # Tokens of one pass come together: each is given its share, so that the sum stays the time that passed.
+            for _ in range(num_tokens):
+                self._between.observe(seconds / num_tokens)
+
+    def finished(self, completion: Completion, seconds: float) -> None:
+        self._prompt_tokens.inc(completion.num_prompt_tokens)
+        self._reused_tokens.inc(completion.num_reused_tokens)
+        self._successes.labels(self._model_name, completion.finish_reason).inc()
+        self._total.observe(seconds)
+        self._queue.observe(completion.queue_seconds)
+        self._prefill.observe(completion.prefill_seconds)
+        self._decode.observe(completion.seconds - completion.prefill_seconds)
+
+    def failed(self, *, is_cancelled: bool) -> None:
+        self._failures.labels(self._model_name, "cancelled" if is_cancelled else "error").inc()
+
+    def preempted(self) -> None:
+        self._preemptions.inc()

@@ -1,0 +1,42 @@
+"""What a user can set for serving; every field is checked where it is made. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """How requests are run, and who may send them."""
+
+    served_name: str | None = field(
+        default=None, metadata={"help": "the model's name in requests; the last part of the target's by default"}
+    )
+    max_batch: int = field(default=16, metadata={"help": "answers written at once"})
+    max_waiting: int = field(default=128, metadata={"help": "answers that may wait for that; more are refused (429)"})
+    cache_tokens: int = field(default=32768, metadata={"help": "tokens of all answers together that the KV cache may hold"})
+    prefill_tokens: int = field(default=512, metadata={"help": "prompt tokens read between two steps of the answers"})
+    api_key: Sequence[str] = field(
+        default=(), metadata={"help": "a key that requests must bring; repeatable; also $SELFSPEC_API_KEY"}
+    )
+    cors_origin: Sequence[str] = field(
+        default=(), metadata={"help": "web origin whose pages may send requests; repeatable; none by default"}
+    )
+    allow_heads: bool = field(
+        default=False, metadata={"help": "let requests load and unload drafters, from the Hub and this machine's disk"}
+    )
+    drain_seconds: float = field(default=30.0, metadata={"help": "after SIGTERM, the time that running answers are given"})
+    capture: Path | None = field(default=None, metadata={"help": "directory to log conversations to, for `selfspec data`"})
+    capture_share: float = field(default=1.0, metadata={"help": "of the conversations, how many to log, up to 1"})
+    capture_megabytes: int = field(default=1024, metadata={"help": "the most that the log may take; the oldest part goes"})
+    capture_redact: bool = field(
+        default=False, metadata={"help": "put placeholders in the place of personal data in the log"}
+    )
+
+    def __post_init__(self) -> None:
+        if not self.drain_seconds >= 0:
+            raise ValueError(f"drain_seconds={self.drain_seconds} is not allowed: use 0 or more")
+        if any(not key.strip() for key in self.api_key):
+            raise ValueError("an api_key is empty: leave it out, or give one")

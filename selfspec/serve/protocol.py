@@ -1,0 +1,214 @@
+"""What clients may ask for: OpenAI's fields, and those that vLLM's clients add.
+
+A field that would change the answer and is not served is refused, never ignored; those in `_Ignored` change no answer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self, cast
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from selfspec.config import SamplingParams
+
+# Pydantic's own reading of text as numbers would hide a client's mistake.
+STRICT = ConfigDict(extra="forbid", strict=True)
+# JSON has one kind of number.
+Number = Annotated[float, Field(strict=False, allow_inf_nan=False)]
+
+
+class StreamOptions(BaseModel):
+    model_config = STRICT
+
+    include_usage: bool | None = False
+    include_obfuscation: bool | None = None
+
+
+class JsonSchema(BaseModel):
+    model_config = STRICT
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class ResponseFormat(BaseModel):
+    """The form of an answer: OpenAI's kinds, and a regular expression or a grammar in Lark's notation."""
+
+    model_config = STRICT
+
+    type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
+    json_schema: JsonSchema | None = None
+    pattern: Annotated[str, Field(min_length=1)] | None = None
+    grammar: Annotated[str, Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> Self:
+        fields = {"json_schema": self.json_schema, "pattern": self.pattern, "grammar": self.grammar}
+        needed = {"json_schema": "json_schema", "regex": "pattern", "grammar": "grammar"}.get(self.type)
+        given = [name for name, value in fields.items() if value is not None]
+        if given != ([needed] if needed else []):
+            raise ValueError(f"a response_format of type {self.type} takes {needed or 'no other field'}: give just that")
+        return self
+
+
+class _Ignored(BaseModel):
+    """Book-keeping of other servers."""
+
+    model_config = STRICT
+
+    user: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class _Request(_Ignored):
+    """What chat and completions share. None, as JSON's null, is a field left out."""
+
+    model: str
+    drafter: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = 1
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = 0
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = 1.0
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = 1.0
+    top_k: Annotated[int, Field(ge=-1)] | None = 0
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = 0.0
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = 0.0
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = 0.0
+    repetition_penalty: Annotated[Number, Field(gt=0)] | None = 1.0
+    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = False
+    response_format: ResponseFormat | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options goes with a stream: leave it out, or set stream to true")
+        has_form = self.response_format is not None and self.response_format.type != "text"
+        if has_form and (self.ignore_eos or self.min_tokens):
+            raise ValueError("response_format decides where an answer ends: leave out ignore_eos and min_tokens")
+        return self
+
+    def sampling(self, default_max_tokens: int, *, use_logprobs: bool) -> SamplingParams:
+        """The settings, checked.
+
+        Raises:
+            ValueError: one of them is not allowed; the sentence names it.
+        """
+        max_tokens = self.max_tokens or default_max_tokens
+        if (self.min_tokens or 0) > max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is not allowed: use 0 to max_tokens ({max_tokens})")
+        return SamplingParams(
+            max_new_tokens=max_tokens,
+            min_new_tokens=self.min_tokens or 0,
+            temperature=_or(self.temperature, 1.0),
+            top_k=max(_or(self.top_k, 0), 0),
+            top_p=_or(self.top_p, 1.0),
+            min_p=_or(self.min_p, 0.0),
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            logit_bias=self.logit_bias or {},  # type: ignore[arg-type]
+            seed=self.seed,
+            stop=self.stop or (),
+            stop_token_ids=self.stop_token_ids or (),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=use_logprobs,
+            n=_or(self.n, 1),
+        )
+
+
+class Message(BaseModel):
+    """One turn. Fields that a chat template may read are passed on as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+
+    @field_validator("content")
+    @classmethod
+    def _join_parts(cls, content: str | list[dict[str, Any]] | None) -> str | None:
+        if not isinstance(content, list):
+            return content
+        texts = [part.get("text") for part in content if part.get("type") == "text"]
+        if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+            raise ValueError("parts other than text are not served: leave images, sound and files out")
+        return "".join(map(str, texts))
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates know it."""
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": self.content or "", **(self.model_extra or {})}
+
+
+class ChatRequest(_Request):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = 0
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _merge(self) -> Self:
+        if self.max_completion_tokens is not None:
+            if self.max_tokens not in (None, self.max_completion_tokens):
+                raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
+            self.max_tokens = self.max_completion_tokens
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs goes with logprobs: set logprobs to true")
+        return self
+
+
+class CompletionRequest(_Request):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: Literal[False] | None = False
+    suffix: Literal[""] | None = None
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> Self:
+        if self.best_of not in (None, self.n):
+            raise ValueError("best_of other than n is not served: leave it out")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One entry for each prompt."""
+        prompt = self.prompt
+        is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        return cast("list[str] | list[list[int]]", [prompt] if is_one else prompt)
+
+
+class HeadRequest(BaseModel):
+    """POST /v1/heads: a drafter as the command line names it, and the name that requests use."""
+
+    model_config = STRICT
+
+    drafter: str
+    name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

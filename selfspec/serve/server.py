@@ -1,0 +1,93 @@
+"""The process: a socket that answers from the first moment, a model loaded behind it, and an orderly end."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from selfspec.serve.app import create_app
+from selfspec.serve.service import Service
+
+logger = logging.getLogger(__name__)
+
+# After the answers have ended, how long their last bytes may take to a slow reader.
+FLUSH_SECONDS = 5
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes any that is free.
+
+    Raises:
+        ValueError: the address is taken, or not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        # Python adds the address to the system's words.
+        reason = str(error.strerror).partition(" (while ")[0]
+        raise ValueError(f"cannot listen on {host}:{port} ({reason}): choose another --host or --port") from error
+
+
+def run(service: Service, listener: socket.socket, load: Callable[[], None]) -> None:
+    """Serve until SIGTERM or SIGINT; a second one does not wait for the answers under way.
+
+    Args:
+        load: opens the service; what it raises ends the server and is raised again.
+    """
+    config = uvicorn.Config(
+        create_app(service),
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=FLUSH_SECONDS,
+    )
+    server = _Server(config, service)
+    problems: list[BaseException] = []
+
+    def load_or_end() -> None:
+        try:
+            load()
+        except BaseException as error:
+            problems.append(error)
+            server.should_exit = True
+
+    loading = threading.Thread(target=load_or_end, name="selfspec-load", daemon=True)
+    loading.start()
+    try:
+        server.run(sockets=[listener])
+    finally:
+        service.close()
+    if problems:
+        raise problems[0]
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, but a signal lets the answers under way end before anything is closed."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._is_draining = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._is_draining:
+            self.should_exit = self.force_exit = True
+            return
+        self._is_draining = True
+        logger.info("%s: waiting for the answers under way", signal.Signals(sig).name)
+        # Not here: a signal handler must not block, nor take locks that the code it interrupted may hold.
+        threading.Thread(target=self._drain, name="selfspec-drain", daemon=True).start()
+
+    def _drain(self) -> None:
+        try:
+            self._service.drain()
+        finally:
+            self.should_exit = True

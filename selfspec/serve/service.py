@@ -1,0 +1,255 @@
+"""What the routes stand on: the engine once it is loaded, and from a client's request to the engine's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from selfspec.capture import Capture
+from selfspec.config import SamplingParams
+from selfspec.drafters import Drafter, drafter_of, load_drafter
+from selfspec.drafters.base import NoDrafter
+from selfspec.engine import SpecEngine
+from selfspec.generation import Completion, check_token_ids, encode
+from selfspec.hub import is_head, load_head
+from selfspec.sampling import Grammar
+from selfspec.sequence import Request
+from selfspec.serve.answers import Answer, ChatAnswer, CompletionAnswer, Events
+from selfspec.serve.errors import ApiError, api_error, unavailable
+from selfspec.serve.metrics import Metrics
+from selfspec.serve.options import ServeOptions
+from selfspec.serve.protocol import ChatRequest, CompletionRequest
+from selfspec.target import Target
+from selfspec.train.conversations import Conversation
+
+if TYPE_CHECKING:
+    from selfspec.serve.grammar import GrammarCompiler
+
+# OpenAI's, for completions; a chat may go on to the end of the context.
+DEFAULT_MAX_TOKENS = 16
+# JSON can hold halves of surrogate pairs, and no tokenizer takes them.
+NOT_TEXT = "this text cannot be encoded: send valid Unicode, without halves of surrogate pairs"
+
+
+class Service:
+    """One model being served.
+
+    Args:
+        name: the model's, as clients write it.
+    """
+
+    def __init__(self, name: str, options: ServeOptions) -> None:
+        self.name = options.served_name or Path(name).name
+        self.options = options
+        self.api_keys = [*options.api_key, *filter(None, [os.environ.get("SELFSPEC_API_KEY")])]
+        self.metrics = Metrics(self.name)
+        self.started = time.time()
+        self.capture: Capture | None = None
+        self.is_draining = False
+        self._engine: SpecEngine | None = None
+        self._grammars: GrammarCompiler | None = None
+
+    def open(self, target: Target, drafters: list[Drafter], *, use_cost_guard: bool, capture: Capture | None = None) -> None:
+        """Start to serve; until then every request is told to wait."""
+        options = self.options
+        engine = SpecEngine(
+            target,
+            drafters,
+            max_batch=options.max_batch,
+            max_waiting=options.max_waiting,
+            cache_tokens=options.cache_tokens,
+            prefill_tokens=options.prefill_tokens,
+            use_cost_guard=use_cost_guard,
+            listener=self.metrics,
+        )
+        self.metrics.watch("num_requests_running", "requests in prefill or decoding", lambda: engine.num_running)
+        self.metrics.watch("num_requests_waiting", "requests in the queue", lambda: engine.num_waiting)
+        self.metrics.watch("kv_cache_usage_perc", "share of the KV cache in use, 0 to 1", lambda: engine.cache_use)
+        if capture is not None:
+            self.capture = capture
+            self.metrics.watch("captured_conversations", "conversations logged", lambda: capture.num_written)
+            self.metrics.watch("capture_dropped", "conversations that could not be logged", lambda: capture.num_dropped)
+        self._engine = engine
+
+    @property
+    def engine(self) -> SpecEngine:
+        """The engine, where it takes requests; 503 where it does not."""
+        if self.is_draining:
+            raise unavailable("the server is shutting down: try again later, or elsewhere", retry_seconds=10)
+        if self._engine is None:
+            raise unavailable(f"{self.name} is being loaded: try again in a moment", retry_seconds=5)
+        return self._engine
+
+    def drain(self) -> None:
+        """Refuse what comes from now on, and give what runs its time. Blocks."""
+        self.is_draining = True
+        if self._engine is not None:
+            self._engine.drain(self.options.drain_seconds)
+            self._engine.close()
+
+    def close(self) -> None:
+        """End what still runs, and write what is to be logged."""
+        self.is_draining = True
+        if self._engine is not None:
+            self._engine.close()
+        if self.capture is not None:
+            self.capture.close()
+
+    def check_model(self, name: str) -> None:
+        if name != self.name:
+            raise ApiError(404, f"model {name!r} is not served here: ask for {self.name!r}", code="model_not_found")
+
+    async def chat(self, body: ChatRequest, answer_id: str) -> tuple[Answer, Events, Callable[[Completion], None]]:
+        """Hand a chat request in: its answer's form, its events, and what to do with each completion."""
+        target = self._target(body.model)
+        sampling = _sampling(body, target.context_length, use_logprobs=bool(body.logprobs))
+        messages = [message.for_template() for message in body.messages]
+        # Long texts take a while, in which other requests need the loop.
+        prompt = await asyncio.to_thread(_encode_chat, target, messages, body.tools)
+        begin_grammar = await asyncio.to_thread(self._grammar, body)
+        requests = _requests(target, [prompt], sampling, body.top_logprobs or 0, begin_grammar)
+
+        def capture(completion: Completion) -> None:
+            self._capture(answer_id, [*messages, _answer(completion)], completion, body)
+
+        form = ChatAnswer(answer_id, self.name, target.tokenizer, sampling.n, self._drafter_name(body.drafter))
+        return form, self._submit(requests, body.drafter), capture
+
+    async def complete(self, body: CompletionRequest, answer_id: str) -> tuple[Answer, Events, Callable[[Completion], None]]:
+        """The same for a completion request."""
+        target = self._target(body.model)
+        sampling = _sampling(body, DEFAULT_MAX_TOKENS, use_logprobs=body.logprobs is not None)
+        prompts = await asyncio.to_thread(_encode_texts, target, body.prompts)
+        begin_grammar = await asyncio.to_thread(self._grammar, body)
+        requests = _requests(target, prompts, sampling, body.logprobs or 0, begin_grammar)
+
+        def capture(completion: Completion) -> None:
+            prompt = body.prompts[completion.prompt_index]
+            text = prompt if isinstance(prompt, str) else target.tokenizer.decode(prompt)
+            self._capture(answer_id, [{"role": "user", "content": text}, _answer(completion)], completion, body)
+
+        form = CompletionAnswer(answer_id, self.name, target.tokenizer, sampling.n, self._drafter_name(body.drafter))
+        return form, self._submit(requests, body.drafter), capture
+
+    def prepare_drafter(self, spec: str) -> Callable[[], Drafter]:
+        """The slow part of loading a drafter, which touches nothing in use; returns the quick part, which does."""
+        target = self.engine.target
+        kind, _, source = spec.partition(":")
+        if kind in ("medusa", "eagle", "early_exit"):
+            head = load_head(source or None, target, drafter=kind)
+            return lambda: drafter_of(head, target, name=spec)
+        if kind == "draft_model" and source and not is_head(source):
+            draft_model = load_drafter(spec, target)
+            assert draft_model is not None
+            return lambda: draft_model
+        return lambda: load_drafter(spec, target) or NoDrafter()
+
+    def _target(self, model: str) -> Target:
+        self.check_model(model)
+        return self.engine.target
+
+    def _drafter_name(self, name: str | None) -> str:
+        return name or self.engine.default_drafter
+
+    def _grammar(self, body: ChatRequest | CompletionRequest) -> Callable[[], Grammar] | None:
+        if body.response_format is None or body.response_format.type == "text":
+            return None
+        try:
+            from selfspec.serve.grammar import GrammarCompiler
+        except ImportError as error:
+            raise ApiError(501, "this server has no llguidance, which response_format needs: leave it out") from error
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self.engine.target)
+        try:
+            return self._grammars.compile(body.response_format)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="response_format") from error
+
+    def _submit(self, requests: list[Request], drafter: str | None) -> Events:
+        try:
+            return Events(self.engine, requests, drafter)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        except Exception as error:
+            raise api_error(error) from error
+
+    def _capture(
+        self,
+        answer_id: str,
+        messages: list[dict[str, Any]],
+        completion: Completion,
+        body: ChatRequest | CompletionRequest,
+    ) -> None:
+        # Several samples of one prompt are one conversation.
+        if self.capture is None or completion.sample_index > 0:
+            return
+        settings = body.model_dump(exclude={"messages", "prompt", "model", "user", "metadata"}, exclude_unset=True)
+        facts = {
+            "model": self.name,
+            "settings": settings,
+            "token_counts": {"prompt": completion.num_prompt_tokens, "answer": len(completion.token_ids)},
+        }
+        row_id = f"{answer_id}-{completion.prompt_index}"
+        self.capture.record(Conversation(row_id, messages, finish_reason=completion.finish_reason), facts)
+
+
+def _answer(completion: Completion) -> dict[str, Any]:
+    return {"role": "assistant", "content": completion.text}
+
+
+def _sampling(body: ChatRequest | CompletionRequest, default_max_tokens: int, *, use_logprobs: bool) -> SamplingParams:
+    try:
+        return body.sampling(default_max_tokens, use_logprobs=use_logprobs)
+    except ValueError as error:
+        raise ApiError(400, str(error), param=str(error).split("=")[0]) from error
+
+
+def _requests(
+    target: Target,
+    prompts: list[list[int]],
+    sampling: SamplingParams,
+    num_top_logprobs: int,
+    begin_grammar: Callable[[], Grammar] | None,
+) -> list[Request]:
+    try:
+        check_token_ids(target, sampling)
+    except ValueError as error:
+        raise ApiError(400, str(error), param=str(error).split()[0]) from error
+    return [
+        Request(prompt, sampling, index, sample_index, num_top_logprobs, begin_grammar)
+        for index, prompt in enumerate(prompts)
+        for sample_index in range(sampling.n)
+    ]
+
+
+def _encode_chat(target: Target, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+    try:
+        prompt: Any = messages
+        if tools:
+            prompt = target.tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=True, return_dict=True
+            )["input_ids"]
+        return encode(target, prompt, 0)
+    except jinja2.TemplateError as error:
+        raise ApiError(400, f"the model's chat template refuses these messages: {error}", param="messages") from error
+    except ValueError as error:
+        raise ApiError(400, str(error), param="messages") from error
+    except TypeError as error:
+        raise ApiError(400, NOT_TEXT, param="messages") from error
+
+
+def _encode_texts(target: Target, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    if not prompts:
+        raise ApiError(400, "prompt is an empty list: give at least one", param="prompt")
+    try:
+        return [encode(target, prompt, index) for index, prompt in enumerate(prompts)]
+    except ValueError as error:
+        raise ApiError(400, str(error), param="prompt") from error
+    except TypeError as error:
+        raise ApiError(400, NOT_TEXT, param="prompt") from error

@@ -1,0 +1,133 @@
+"""The command as a process: it says where it listens, drains on SIGTERM, and names what is wrong."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from selfspec.serve_cli import register
+
+PROGRAM = "import test_serve_cli; test_serve_cli.command()()"
+ENDLESS = {"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 3000, "ignore_eos": True, "stream": True}
+
+
+def command() -> typer.Typer:
+    """`selfspec serve` alone."""
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    register(app)
+    return app
+
+
+@pytest.fixture
+def serve(tiny_target_dir: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    processes: list[subprocess.Popen[str]] = []
+
+    def serve(*args: str) -> subprocess.Popen[str]:
+        paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, "serve", "--target", str(tiny_target_dir), "--port", "0", *args],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": paths},
+            )
+        )
+        return processes[-1]
+
+    yield serve
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def address(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert " serves " in line, line + (process.stderr.read() if process.stderr else "")
+    return line.split()[0]
+
+
+def test_sigterm_lets_running_answers_end(serve: Callable[..., subprocess.Popen[str]], tiny_target_dir: Path) -> None:
+    process = serve("--drafter", "none", "--drafter", "ngram", "--served-name", "mine")
+    url = address(process)
+    body = {**ENDLESS, "model": "mine", "max_tokens": 500, "drafter": "ngram"}
+    with httpx.Client(timeout=60) as client, client.stream("POST", f"{url}/chat/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (0, "", "")
+
+
+def test_time_for_running_answers_ends(serve: Callable[..., subprocess.Popen[str]]) -> None:
+    process = serve("--drain-seconds", "0.1", "--served-name", "mine")
+    url = address(process)
+    with (
+        httpx.Client(timeout=60) as client,
+        client.stream("POST", f"{url}/chat/completions", json={**ENDLESS, "model": "mine"}) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGINT)
+        rest = [line for line in lines if line]
+    assert "shutting down" in rest[-1]
+    assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--target", "absent/target"], "absent/target"),
+        (["--drafter", "oracle"], "drafter 'oracle' is not known"),
+        (["--max-batch", "0"], "max_batch=0 is not allowed"),
+        (["--drain-seconds", "-1"], "drain_seconds=-1.0 is not allowed"),
+        (["--capture", "log", "--capture-share", "2"], "share=2.0 is not allowed"),
+        (["--api-key", " "], "an api_key is empty"),
+        (["--host", "203.0.113.1", "--api-key", "key"], "cannot listen on 203.0.113.1:0 ("),
+    ],
+)
+def test_mistakes_take_one_line(
+    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(command(), ["serve", "--target", str(tiny_target_dir), "--port", "0", *args])
+    assert result.exit_code == 1 and message in result.stderr, result.output
+    assert result.stdout == "" and len(result.stderr.splitlines()) == 1 and result.stderr.startswith("selfspec: ")
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = CliRunner().invoke(command(), ["serve", "--port", port])
+    assert f"cannot listen on 127.0.0.1:{port} (Address already in use): choose another" in result.stderr
+
+
+def test_an_open_door_is_pointed_out(serve: Callable[..., subprocess.Popen[str]]) -> None:
+    process = serve("--host", "0.0.0.0")
+    address(process)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert "think of --api-key" in err and process.returncode == 0
+
+
+def test_the_command_needs_nothing_heavy_to_be_listed() -> None:
+    code = (
+        "import sys, typer; from selfspec.serve_cli import register; register(typer.Typer());"
+        "print({'torch', 'fastapi', 'uvicorn'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
