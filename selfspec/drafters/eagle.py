@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from selfspec.cache import CacheRow, KVCache, KVShape
 from selfspec.drafters.base import Drafter
@@ -64,14 +65,15 @@ class EagleDrafter(Drafter):
     ) -> None:
         self.name = name
         self.head = head.to(target.device, target.dtype)
-        if target.device.type == "cpu" and can_pack():
-            pack_linear_layers(self.head)
         self.features = head.features
         depth, size, breadth = (4, 8, 2) if target.device.type == "cpu" else (6, 16, 4)
         self.num_draft_tokens = num_draft_tokens or depth
         self.num_nodes = num_nodes or size
         self.width = width or breadth
-        self._output_layer = head.output_layer(target.model.get_output_embeddings())
+        layers = nn.ModuleDict({"head": head, "output": head.output_layer(target.model.get_output_embeddings())})
+        if target.device.type == "cpu" and can_pack():
+            pack_linear_layers(layers)
+        self._output_layer = layers["output"]
         self._embed = target.model.get_input_embeddings()
         self._draft_ids = head.draft_ids
         config = head.config
