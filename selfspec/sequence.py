@@ -85,6 +85,11 @@ class Sequence:
         """All tokens but the root: what the cache holds while the sequence decodes."""
         return [*self.request.prompt_ids, *self.token_ids][:-1]
 
+    def tokens_between(self, start: int, end: int) -> list[int]:
+        """Tokens `start … end - 1` of prompt and output."""
+        prompt, size = self.request.prompt_ids, len(self.request.prompt_ids)
+        return prompt[start:end] + self.token_ids[max(start - size, 0) : max(end - size, 0)]
+
     @property
     def max_depth(self) -> int:
         """The deepest draft that can still be emitted: one place is the bonus token's."""
