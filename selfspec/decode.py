@@ -277,6 +277,7 @@ class Scheduler:
         batch, drafter, planner = group.batch, group.drafter, group.planner
         batch.refresh()
         sequences = list(batch.sequences)
+        num_captured = self._num_captured
         times = [time.perf_counter()]
         tree = self._propose(group)
         times.append(time.perf_counter())
@@ -290,15 +291,21 @@ class Scheduler:
         else:
             acceptance, logits, features = self._verify_and_accept(group, tree, shape)
             times.append(time.perf_counter())
-        emissions = batch.commit(tree, acceptance, logits)
+        emissions, num_accepted, facts = batch.commit(tree, acceptance, logits, planner.measure(tree))
         drafter.commit(batch, tree, acceptance, features)
         times.append(time.perf_counter())
         seconds = StepSeconds(*(end - start for start, end in pairwise(times)))
-        planner.observe(tree, acceptance, seconds.draft, seconds.verify + seconds.accept)
+        if self._num_captured == num_captured:
+            planner.observe(tree, facts, num_accepted, seconds.draft, seconds.verify + seconds.accept)
         finished = [sequence for sequence in sequences if sequence.finish_reason is not None]
         for sequence in finished:
             self.cancel(sequence)
         return Step(drafter, sequences, tree, acceptance, emissions, finished, seconds)
+
+    @property
+    def _num_captured(self) -> int:
+        """Changes in a step that no other will be like: one that set a CUDA graph up."""
+        return 0 if self.target.graphs is None else self.target.graphs.num_set_up
 
     def _graph_shape(self, group: Group, tree: CandidateTree) -> GraphShape | None:
         """The shape of the graph that can take the step from verification to the compacted cache, if there is one."""

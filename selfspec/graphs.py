@@ -64,6 +64,8 @@ class Graphs:
         if max_bytes is None:
             max_bytes = 0 if is_rehearsal else torch.cuda.get_device_properties(device).total_memory // 10
         self.max_bytes = max_bytes
+        # Calls that compiled kernels or captured a graph, and took long for it.
+        self.num_set_up = 0
         self._pool: Any = None if is_rehearsal else torch.cuda.graph_pool_handle()
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._seen: set[Hashable] = set()
@@ -94,8 +96,10 @@ class Graphs:
         if entry is None:
             if full_key not in self._seen or full_key in self._refused:
                 # Once as it is: kernels are compiled and libraries set up. A shape that never returns costs no graph.
+                self.num_set_up += full_key not in self._seen
                 self._seen.add(full_key)
                 return function(*(each.to(self.device) for each in inputs))
+            self.num_set_up += 1
             entry = self._capture(full_key, function, inputs)
             if entry is None:
                 return function(*(each.to(self.device) for each in inputs))
