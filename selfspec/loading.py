@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from selfspec.fusing import can_fuse, fuse
 from selfspec.packing import can_pack, pack_linear_layers
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,8 @@ def load_model(
     Args:
         dtype: a torch dtype or its name, `auto`, or `int8`, `fp8`, `int4` for the weights of linear layers alone (through
             torchao; the LM head, which heads share, stays as it is).
-        use_packing: on CPU, store linear layers for decoding (see `selfspec.packing`); they then have no gradients.
+        use_packing: lay the model's layers out for decoding (see `selfspec.packing` and, for CUDA, `selfspec.fusing`); they
+            then have no gradients.
 
     Returns:
         The model in evaluation mode, without gradients, and its tokenizer.
@@ -100,6 +102,8 @@ def load_model(
         _quantize(model, str(quantized))
     elif use_packing and resolved_device.type == "cpu" and can_pack():
         logger.debug("packed %d linear layers for CPU decoding", pack_linear_layers(model))
+    elif use_packing and can_fuse(model):
+        fuse(model)
     return model, tokenizer
 
 
