@@ -64,8 +64,8 @@ def load_model(
     Args:
         dtype: a torch dtype or its name, `auto`, or `int8`, `fp8`, `int4` for the weights of linear layers alone (through
             torchao; the LM head, which heads share, stays as it is).
-        use_packing: lay the model's layers out for decoding (see `selfspec.packing` and, for CUDA, `selfspec.fusing`); they
-            then have no gradients.
+        use_packing: store the model's layers for decoding (`selfspec.packing`, on CUDA `selfspec.fusing`); they then have no
+            gradients.
 
     Returns:
         The model in evaluation mode, without gradients, and its tokenizer.
@@ -100,11 +100,18 @@ def load_model(
     model = model.to(resolved_device).eval().requires_grad_(False)
     if quantized:
         _quantize(model, str(quantized))
-    elif use_packing and resolved_device.type == "cpu" and can_pack():
-        logger.debug("packed %d linear layers for CPU decoding", pack_linear_layers(model))
-    elif use_packing and can_fuse(model):
-        fuse(model)
+    elif use_packing:
+        lay_out(model)
     return model, tokenizer
+
+
+def lay_out(model: nn.Module) -> None:
+    """Store layers for decoding, in place: packed on a CPU, fused on CUDA; they then have no gradients."""
+    if can_fuse(model):
+        fuse(model)
+    elif can_pack():
+        # Of those on a CPU, in float32.
+        logger.debug("packed %d linear layers for CPU decoding", pack_linear_layers(model))
 
 
 def check_family(config: PretrainedConfig) -> None:

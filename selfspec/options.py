@@ -65,9 +65,7 @@ class DraftOptions:
         default=None,
         metadata={"help": "nodes of a tree expanded at each depth; 1 drafts a chain; each drafter has its default"},
     )
-    draft_dtype: str | None = field(
-        default=None, metadata={"help": "of a draft model, as --dtype; the target's by default"}
-    )
+    draft_dtype: str | None = field(default=None, metadata={"help": "of a draft model, as --dtype; the target's by default"})
     sampled_draft: bool = field(
         default=False,
         metadata={"help": "draft models draw their drafts: the target's law, but not plain sampling's very tokens"},
