@@ -13,6 +13,7 @@ from BLOCK_OUT, which follows from the weight's shape alone. With x on the left,
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -99,7 +100,8 @@ def launch_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     out = x.new_empty(*x.shape[:-1], OUT)
     tile, block_in = next(tile for tile in TILES if tile.min_outputs <= OUT), BLOCK_IN
     block_r = next((size for size in ROW_TILES if size >= R), ROW_TILES[-1])
-    num_stages = min(MAX_STAGES, tile.shared_kib * 1024 // ((tile.block_out + block_r) * block_in * x.element_size()))
+    shared = min(tile.shared_kib * 1024, _shared_memory(x.device))
+    num_stages = min(MAX_STAGES, shared // ((tile.block_out + block_r) * block_in * x.element_size()))
     if x.dtype == torch.float32:
         # No matrix instruction multiplies float32 exactly: a thread holds its operands in registers.
         tile, block_in, block_r, num_stages = FLOAT32_TILE, FLOAT32_BLOCK_IN, ROW_TILES[0], 2
@@ -119,3 +121,12 @@ def launch_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         num_stages=num_stages,
     )
     return out
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have for its stages."""
+    if device.type != "cuda":
+        return 1 << 30
+    # Some bytes are the compiler's own.
+    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"] - 2048

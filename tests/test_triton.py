@@ -351,16 +351,17 @@ def test_linear_equals_its_twin(num_outputs: int, num_inputs: int, dtype: torch.
         for operands in ((x, weight, bias), (x[None, ::2], weight)):
             out, expected = launch_linear(*operands), linear_reference(*operands)
             assert out.shape == expected.shape and out.dtype == dtype
-            torch.testing.assert_close(out, expected, **TOLERANCES[dtype])
+            # A sum of 14,336 numbers in another order.
+            tolerance = {"atol": 5e-5, "rtol": 1e-4} if dtype == torch.float32 else TOLERANCES[dtype]
+            torch.testing.assert_close(out, expected, **tolerance)
 
 
 def linear_case(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Outputs of unit variance."""
-    generator = torch.Generator().manual_seed(num_rows)
-    x = torch.randn(num_rows, num_inputs, generator=generator)
-    weight = torch.randn(num_outputs, num_inputs, generator=generator) * num_inputs**-0.5
-    bias = torch.randn(num_outputs, generator=generator)
-    return x.to(DEVICE, dtype), weight.to(DEVICE, dtype), bias.to(DEVICE, dtype)
+    generator = torch.Generator(DEVICE).manual_seed(num_rows)
+    shapes = (num_rows, num_inputs), (num_outputs, num_inputs), (num_outputs,)
+    x, weight, bias = (torch.randn(shape, generator=generator, dtype=dtype, device=DEVICE) for shape in shapes)
+    return x, weight * num_inputs**-0.5, bias
 
 
 @pytest.mark.parametrize(
