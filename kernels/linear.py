@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs
 """A linear layer for the few rows of a decoding pass, whose result for a row does not depend on the other rows' number.
 
-    out[r, o] = sum_i x[r, i] * weight[o, i] + bias[o]
+    out[r, o] = sum_i x[r, i] * weight[o, i] + bias[o] (+ residual[r, o], to what was rounded before)
 
 One program computes BLOCK_OUT outputs of BLOCK_R rows: it walks through its stripe of the weight in steps of BLOCK_IN, in
 ascending order, and adds up in float32. Nothing splits the sum. Rows that fill several tiles are neighbours in launch order,
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
+from selfspec.kernels.jit import begin, is_compiled_for, jit, overlap, tl, triton
 
 # More rows than this are a prefill's: F.linear is faster there.
 MAX_ROWS = 256
@@ -48,6 +48,7 @@ def _linear_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
+    residual_ptr,
     out_ptr,
     R,
     IN,
@@ -56,7 +57,9 @@ def _linear_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    begin(OVERLAPS)
     num_row_tiles = tl.cdiv(R, BLOCK_R)
     offs_r = tl.program_id(0) % num_row_tiles * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_out = tl.program_id(0) // num_row_tiles * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -79,22 +82,37 @@ def _linear_kernel(
         acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + offs_out, mask=mask_out, other=0.0).to(tl.float32)[:, None]
-    out = out_ptr + offs_r.to(tl.int64)[None, :] * OUT + offs_out[:, None]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=mask_out[:, None] & mask_r[None, :])
+    offs = offs_r.to(tl.int64)[None, :] * OUT + offs_out[:, None]
+    mask = mask_out[:, None] & mask_r[None, :]
+    if residual_ptr is not None:
+        acc = acc.to(out_ptr.dtype.element_ty).to(tl.float32) + tl.load(residual_ptr + offs, mask=mask, other=0.0).to(
+            tl.float32
+        )
+    tl.store(out_ptr + offs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """[..., OUT] from x [..., IN], weight [OUT, IN] and bias [OUT]: `F.linear` for up to MAX_ROWS rows."""
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[..., OUT] from x [..., IN], weight [OUT, IN] and bias [OUT]: `F.linear` for up to MAX_ROWS rows.
+
+    Args:
+        residual: [..., OUT], added to the result.
+    """
     if is_compiled_for(x) and 0 < x.numel() <= MAX_ROWS * x.shape[-1]:
-        return launch_linear(x, weight, bias)
-    return F.linear(x, weight, bias)
+        return launch_linear(x, weight, bias, residual)
+    out = F.linear(x, weight, bias)
+    return out if residual is None else residual + out
 
 
-def launch_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def launch_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+) -> torch.Tensor:
     """`linear` by the kernel."""
     OUT, IN = weight.shape
     assert x.shape[-1] == IN and x.dtype == weight.dtype and weight.is_contiguous(), (x.shape, x.dtype, weight.shape)
     assert bias is None or (bias.shape == (OUT,) and bias.is_contiguous()), bias
+    assert residual is None or (residual.shape == (*x.shape[:-1], OUT) and residual.is_contiguous()), residual
     rows = x.reshape(-1, IN).contiguous()
     R = len(rows)
     out = x.new_empty(*x.shape[:-1], OUT)
@@ -109,6 +127,7 @@ def launch_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         rows,
         weight,
         bias,
+        residual,
         out,
         R,
         IN,
@@ -119,6 +138,7 @@ def launch_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         BLOCK_IN=block_in,
         num_warps=tile.num_warps,
         num_stages=num_stages,
+        **overlap(x),
     )
     return out
 

@@ -163,3 +163,32 @@ def gated_silu_reference(x: torch.Tensor) -> torch.Tensor:
     """[..., F] from x [..., 2F]: `silu(first half) * second half`."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def rotary_store_reference(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+) -> torch.Tensor:
+    """Rotate queries and keys; store keys and values.
+
+    Args:
+        qkv: [B, N, (H + 2 G) * D], each token's query, key and value heads side by side.
+        cos, sin: [B or 1, N, D].
+        slots: [B * N] int64.
+        key_cache, value_cache: [num_slots, G, D], written in place.
+
+    Returns:
+        [B, N, H, D].
+    """
+    G, D = key_cache.shape[1:]
+    heads = qkv.unflatten(2, (-1, D))
+    turning, values = heads[:, :, :-G], heads[:, :, -G:]
+    first, second = turning.chunk(2, dim=-1)
+    turned = turning * cos[:, :, None] + torch.cat([-second, first], dim=-1) * sin[:, :, None]
+    key_cache.index_copy_(0, slots, turned[:, :, -G:].flatten(0, 1))
+    value_cache.index_copy_(0, slots, values.flatten(0, 1))
+    return turned[:, :, :-G].contiguous()

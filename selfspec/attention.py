@@ -20,14 +20,25 @@ from selfspec.kernels.tree_attention import TreeLayout, tree_attention
 ATTENTION_NAME = "selfspec"
 
 
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What a layer's attention asks for beside queries, keys and values."""
+
+    scaling: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
 @dataclass
 class TreePass:
-    """What the attention function needs during one forward; `shapes` collects what it saw."""
+    """What the attention function needs during one forward; without a cache it collects what it saw of each layer."""
 
     cache: KVCache | None = None
     layout: TreeLayout | None = None
     write_slots: torch.Tensor | None = None
     shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    options: dict[int, AttentionOptions] = field(default_factory=dict)
 
 
 def _attention(
@@ -51,6 +62,7 @@ def _attention(
     if tree_pass is None or tree_pass.cache is None:
         if tree_pass is not None:
             tree_pass.shapes[module.layer_idx] = (key.shape[1], key.shape[3], value.shape[3])
+            tree_pass.options[module.layer_idx] = AttentionOptions(scaling, sliding_window, softcap, s_aux)
             attention_mask = None
         return _plain_attention(query, key, value, attention_mask, scaling, softcap, s_aux), None
     cache, layout, layer = tree_pass.cache, tree_pass.layout, module.layer_idx

@@ -11,6 +11,8 @@ from support import FAMILIES, OracleTreeDrafter, random_prompts, tiny_model
 from torch import nn
 
 from selfspec import SamplingParams, Target, fusing, generate
+from selfspec.cache import CacheRow
+from selfspec.drafters import DraftModelDrafter
 from selfspec.fusing import (
     RMS_NORM_RULES,
     FusedGatedMLP,
@@ -20,7 +22,9 @@ from selfspec.fusing import (
     can_fuse,
     fuse,
 )
-from selfspec.tree import chain
+from selfspec.heads.stack import decoder_layers
+from selfspec.target import FINAL
+from selfspec.tree import chain, from_parents
 
 # Relative. Float32 sums in another order; in bfloat16 two roundings of every layer's.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -227,3 +231,66 @@ def test_fused_low_precision_is_lossless(family: str) -> None:
         drafter = OracleTreeDrafter(answers)
         got = generate(target, prompts, drafter=drafter, sampling=sampling, batch_size=batch_size, use_cost_guard=False)
         assert [completion.token_ids for completion in got] == expected
+
+
+COMMON = ("llama", "llama-tied", "mistral-window", "qwen2", "qwen2-window")
+
+
+@pytest.mark.parametrize("family", [*COMMON, "granite", "smollm3", "qwen3", "gemma2", "opt"])
+def test_a_fused_pass_says_the_same(family: str) -> None:
+    """Prefill, trees, and the layers' own outputs, which drafters read."""
+    plain = Target(tiny_model(family))
+    model = tiny_model(family)
+    fuse(model)
+    target = Target(model)
+    layers = decoder_layers(target.model)[1]
+    assert all("forward" in layer.__dict__ for layer in layers) is (family in (*COMMON, "granite", "smollm3"))
+    ids = torch.arange(5, 30)
+    tree = from_parents(torch.tensor([[7, 8, 9, 10, 11]]), torch.tensor([[-1, 0, 0, 1, 3]]))
+    results = []
+    for each in (plain, target):
+        cache, row = each.new_cache(), CacheRow()
+        prefix = each.prefill(ids, row, cache, features=(1, 2) if family == "opt" else (1, 2, FINAL))
+        verified = each.verify(tree, [row], cache, features=(1, 3))
+        results.append([*prefix.values(), verified.logits, *verified.features.values()])
+    for ours, theirs in zip(*results, strict=True):
+        assert relative_gap(ours, theirs) < 1e-5
+    # Outside tree passes the modeling file's own forward runs.
+    assert relative_gap(logits(target.model, ids[None]), logits(plain.model, ids[None])) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("granite", {"residual_multiplier": 0.5}), ("smollm3", {"no_rope_layers": [1, 0, 1]})]
+)
+def test_layers_that_only_look_common_keep_their_own_pass(
+    family: str, changes: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Granite weighs its branches by a factor, SmolLM3 has layers without positions."""
+    model = tiny_model(family, **changes)
+    expected = Target(tiny_model(family, **changes))
+    fuse(model)
+    with caplog.at_level(logging.WARNING, logger="selfspec"):
+        target = Target(model)
+    assert "fused layers give other logits" in caplog.text
+    assert not any("forward" in layer.__dict__ for layer in decoder_layers(target.model)[1])
+    sampling = SamplingParams(max_new_tokens=12)
+    prompts = random_prompts(2, (3, 9))
+    ours, theirs = (generate(each, prompts, sampling=sampling) for each in (target, expected))
+    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
+
+
+def test_a_last_hidden_state_that_cannot_be_read_is_said_so() -> None:
+    target = Target(tiny_model("opt"))
+    with pytest.raises(ValueError, match="opt does not show its last hidden state"):
+        target.prefill(torch.arange(3, 6), CacheRow(), target.new_cache(), features=(FINAL,))
+
+
+def test_targets_that_share_layers_share_their_pass() -> None:
+    model = tiny_model("llama")
+    fuse(model)
+    target = Target(model)
+    drafter = DraftModelDrafter(target.truncated(2), target.vocab_size, num_draft_tokens=3)
+    prompts, sampling = random_prompts(3, (3, 20)), SamplingParams(max_new_tokens=20)
+    plain = generate(Target(tiny_model("llama")), prompts, sampling=sampling)
+    got = generate(target, prompts, drafter=drafter, sampling=sampling, batch_size=3, use_cost_guard=False)
+    assert [c.token_ids for c in got] == [c.token_ids for c in plain]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from kernel_cases import BLOCK_SIZE, PARENTS, Case, make_case
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from selfspec.kernels import linear as linear_file
 from selfspec.kernels import tree_attention as tree_attention_file
@@ -23,10 +24,12 @@ from selfspec.kernels.reference import (
     kv_compaction_reference,
     linear_reference,
     rms_norm_reference,
+    rotary_store_reference,
     row_argmax_reference,
     tree_accept_reference,
 )
 from selfspec.kernels.rms_norm import launch_rms_norm
+from selfspec.kernels.rotary import launch_rotary_store
 from selfspec.kernels.row_argmax import BLOCK_V, launch_row_argmax
 from selfspec.kernels.tree_accept import launch_tree_accept
 from selfspec.kernels.tree_attention import TreeLayout, launch_tree_attention
@@ -244,6 +247,32 @@ def test_a_captured_pass_serves_longer_prefixes() -> None:
         query.copy_(case.query)
         graph.replay()
         torch.testing.assert_close(out, case.run_reference(), **TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("H", "G", "D"), [(2, 2, 8), (9, 3, 16), (4, 1, 20)])
+def test_rotary_store_equals_its_twin(H: int, G: int, D: int, dtype: torch.dtype) -> None:
+    """And the twin is what transformers does; one row of angles serves several texts, or each has its own."""
+    generator = torch.Generator().manual_seed(H)
+    B, N = 2, 3
+    qkv = torch.randn(B, N, (H + 2 * G) * D, generator=generator).to(DEVICE, dtype)
+    slots = torch.tensor([4, 0, 7, 2, 9, 5], device=DEVICE)
+    for rows in (1, B):
+        angles = torch.randn(rows, N, D // 2, generator=generator).to(DEVICE).repeat(1, 1, 2)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        results = []
+        for run in (launch_rotary_store, rotary_store_reference):
+            keys, values = torch.full((2, 11, G, D), torch.nan, dtype=dtype, device=DEVICE)
+            results.append((run(qkv, cos, sin, slots, keys, values), keys, values))
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, equal_nan=True, **TOLERANCES[dtype])
+        assert int(results[0][1].isnan().sum()) == 5 * G * D
+        query, key, value = (each.unflatten(2, (-1, D)) for each in qkv.split([H * D, G * D, G * D], dim=2))
+        query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
+        assert torch.equal(results[1][0], query)
+        assert torch.equal(results[1][1][slots], key.flatten(0, 1)) and torch.equal(
+            results[1][2][slots], value.flatten(0, 1)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

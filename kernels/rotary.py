@@ -1,0 +1,122 @@
+# mypy: allow-untyped-defs
+"""Rotary embedding (https://arxiv.org/abs/2104.09864) of a merged layer's queries and keys, stored by the same launch.
+
+    out = x * cos + rotated(x) * sin,    rotated([a, b]) = [-b, a]
+
+with the halves of a head as pairs, each product and the sum rounded to x's type, as modeling files have it. Rotated keys and
+the values go to their slots of the KV pool, queries to a tensor of their own.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from selfspec.kernels.jit import begin, is_compiled_for, jit, overlap, tl, triton
+from selfspec.kernels.reference import rotary_store_reference
+
+# Heads a program.
+BLOCK_HEADS = 8
+
+
+@jit(do_not_specialize=("stride_row", "stride_cos_b", "num_nodes"))
+def _rotary_store_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    num_nodes,
+    stride_row,
+    stride_cos_b,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    begin(OVERLAPS)
+    row = tl.program_id(0).to(tl.int64)
+    offs_head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    offs_d = tl.arange(0, BLOCK_HALF)[None, :]
+    HALF: tl.constexpr = D // 2
+    mask = (offs_head < H + 2 * G) & (offs_d < HALF)
+    x_ptr = qkv_ptr + row * stride_row + offs_head * D + offs_d
+    first = tl.load(x_ptr, mask=mask, other=0.0)
+    second = tl.load(x_ptr + HALF, mask=mask, other=0.0)
+    dtype = first.dtype
+    # cos and sin repeat themselves in the second half.
+    angle = row // num_nodes * stride_cos_b + row % num_nodes * D + offs_d
+    cos = tl.load(cos_ptr + angle, mask=offs_d < HALF, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=offs_d < HALF, other=0.0).to(tl.float32)
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    turned_a = ((a * cos).to(dtype).to(tl.float32) - (b * sin).to(dtype).to(tl.float32)).to(dtype)
+    turned_b = ((b * cos).to(dtype).to(tl.float32) + (a * sin).to(dtype).to(tl.float32)).to(dtype)
+
+    out = query_ptr + row * H * D + offs_head * D + offs_d
+    mask_query = mask & (offs_head < H)
+    tl.store(out, turned_a, mask=mask_query)
+    tl.store(out + HALF, turned_b, mask=mask_query)
+    slot = tl.load(slots_ptr + row)
+    out = key_ptr + (slot * G + offs_head - H) * D + offs_d
+    mask_key = mask & (offs_head >= H) & (offs_head < H + G)
+    tl.store(out, turned_a, mask=mask_key)
+    tl.store(out + HALF, turned_b, mask=mask_key)
+    out = value_ptr + (slot * G + offs_head - H - G) * D + offs_d
+    mask_value = mask & (offs_head >= H + G)
+    tl.store(out, first, mask=mask_value)
+    tl.store(out + HALF, second, mask=mask_value)
+
+
+def rotary_store(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+) -> torch.Tensor:
+    """Queries [B, N, H, D], rotated; keys and values are stored. Arguments as in `rotary_store_reference`."""
+    run = launch_rotary_store if is_compiled_for(qkv) else rotary_store_reference
+    return run(qkv, cos, sin, slots, key_cache, value_cache)
+
+
+def launch_rotary_store(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+) -> torch.Tensor:
+    """`rotary_store` by the kernel."""
+    B, N, _ = qkv.shape
+    _, G, D = key_cache.shape
+    H = qkv.shape[2] // D - 2 * G
+    assert key_cache.is_contiguous() and value_cache.is_contiguous() and value_cache.shape == key_cache.shape
+    assert qkv.is_contiguous() and cos.stride()[1:] == (D, 1) and sin.stride() == cos.stride(), (qkv.stride(), cos.stride())
+    assert qkv.dtype == key_cache.dtype and len(slots) == B * N
+    query = qkv.new_empty(B, N, H, D)
+    _rotary_store_kernel[(B * N, triton.cdiv(H + 2 * G, BLOCK_HEADS))](
+        qkv,
+        cos,
+        sin,
+        slots,
+        query,
+        key_cache,
+        value_cache,
+        N,
+        qkv.shape[2],
+        # One row of angles may serve all texts.
+        cos.stride(0) if len(cos) > 1 else 0,
+        H=H,
+        G=G,
+        D=D,
+        BLOCK_HEADS=BLOCK_HEADS,
+        BLOCK_HALF=triton.next_power_of_2(D // 2),
+        num_warps=2,
+        **overlap(qkv),
+    )
+    return query
