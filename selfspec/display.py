@@ -90,7 +90,7 @@ def show_benchmark(summaries: Mapping[str, Mapping[str, Summary]], environment: 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("task", no_wrap=True)
     table.add_column("mode", no_wrap=True)
-    for heading in ("tokens\n/s", "accept\nlength", "decode\nspeed", "total\nspeed", "vs\ntransf.", "same"):
+    for heading in ("tokens\n/s", "accept\nlength", "decode\nspeed", "pre-\ndicted", "total\nspeed", "vs\ntransf.", "same"):
         table.add_column(heading, justify="right", no_wrap=True)
     for task, modes in summaries.items():
         for i, (mode, summary) in enumerate(modes.items()):
@@ -100,6 +100,7 @@ def show_benchmark(summaries: Mapping[str, Mapping[str, Summary]], environment: 
                 f"{summary.tokens_per_second:.1f}",
                 f"{summary.acceptance_length:.2f}",
                 _ratio(summary.decode_speedup),
+                _ratio(summary.predicted_speedup),
                 _ratio(summary.total_speedup),
                 _ratio(summary.baseline_speedup),
                 f"{summary.num_identical}/{summary.num_prompts}",
@@ -109,6 +110,13 @@ def show_benchmark(summaries: Mapping[str, Mapping[str, Summary]], environment: 
     stdout.print(", ".join(f"{name} {value}" for name, value in environment.items()))
     stdout.print("Speeds are medians over prompts, relative to none; total includes prefill, and so does vs transformers.")
     stdout.print("Accept length: tokens per target pass, bonus token included. Same: prompts with the tokens of none.")
+    stdout.print(
+        "Predicted: the decode speed by the cost model, accept length / (draft cost + verify cost), from this run's"
+    )
+    costs = {mode: summary.costs for mode, summary in summaries["overall"].items() if summary.costs}
+    stdout.print(
+        "costs of a step: " + ", ".join(f"{mode} {c.draft:.3f} + {c.verify:.3f}" for mode, c in costs.items()) + "."
+    )
 
 
 def _ratio(value: float | None) -> str:
