@@ -148,15 +148,23 @@ class CompareTab:
 
     def follow_link(self, request: gr.Request) -> Updates:
         """Take the settings from the address that the page was opened with."""
+        problem = ""
         try:
             self._bench.refresh()
-            chosen = ",".join(self._chosen_drafters())
-            settings = Settings.from_query({"drafters": chosen, **dict(request.query_params)})
         except ValueError as error:
-            return {self._message: render.note(str(error), "error")}
+            problem = str(error)
+        drafters = self._chosen_drafters()
+        try:
+            settings = Settings.from_query({"drafters": ",".join(drafters), **dict(request.query_params)})
+        except ValueError as error:
+            problem = str(error)
+            settings = Settings(drafters=drafters)
         choices = [(label, name) for name, label in self._bench.drafters.items()]
         values = {**settings.to_dict(), "drafters": gr.Dropdown(choices, value=list(settings.drafters))}
-        return {self._message: "", **{control: values[name] for name, control in self._controls.items()}}
+        return {
+            self._message: render.note(problem, "error"),
+            **{control: values[name] for name, control in self._controls.items()},
+        }
 
     def _race(self, request: gr.Request, history: Messages, *values: Any) -> Iterator[Updates]:
         last = self._rest()

@@ -31,10 +31,12 @@ class PlanTab:
         # A pull at a slider must not read files again.
         self._sizes = lru_cache(maxsize=16)(_sizes)
         with gr.Row():
-            source = gr.Textbox(target, label="Target", info="A folder or a Hub id: its configuration alone is read")
+            source = gr.Textbox(
+                target, label="Target", info="A folder or a Hub id: its configuration alone is read", elem_id="plan-target"
+            )
             drafter = gr.Dropdown(
                 [(label, name) for name, label in drafters.items()],
-                value=next(iter(drafters), "ngram"),
+                value="eagle" if "eagle" in drafters else next(iter(drafters)),
                 allow_custom_value=True,
                 label="Drafter",
                 info="Or type eagle:PATH_OR_ID, draft_model:PATH_OR_ID, truncated:LAYERS",
@@ -48,7 +50,13 @@ class PlanTab:
             context = gr.Slider(128, 1 << 17, 2048, step=128, label="Context, tokens of each", elem_id="plan-context")
         self._prediction = html(elem_id="prediction")
         self._plot = gr.LinePlot(
-            x=DEPTH, y=SPEEDUP, title="Predicted speed-up by draft tokens", height=240, visible=False, elem_id="plan-plot"
+            x=DEPTH,
+            y=SPEEDUP,
+            title="Predicted speed-up by draft tokens",
+            x_axis_format="d",
+            height=240,
+            visible=False,
+            elem_id="plan-plot",
         )
         self.inputs: list[Any] = [source, drafter, card, rate, depth, batch_size, context]
         self.outputs = [self._prediction, self._plot]

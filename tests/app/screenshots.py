@@ -33,6 +33,15 @@ def race(page: Page, address: str, **settings: object) -> None:
     page.wait_for_timeout(500)
 
 
+def plan(page: Page, address: str) -> None:
+    """Open the Plan tab, and wait for its first prediction."""
+    page.goto(f"{address}?__theme=light")
+    page.get_by_role("tab", name="Plan").click()
+    page.wait_for_selector("#prediction .good")
+    page.wait_for_selector("#plan-plot svg.marks")
+    page.wait_for_timeout(500)
+
+
 def save(page: Page, name: str) -> None:
     """The whole page, in 128 colours: a third of the size, and nothing to see of it."""
     page.mouse.move(0, 0)
@@ -53,6 +62,8 @@ def main() -> None:
             page.get_by_role("tab", name="Why").click()
             page.wait_for_selector("#tree svg")
             save(page, f"app-why-{scheme}")
+        plan(page, served.local_url)
+        save(page, "app-plan")
         page = browser.new_page(viewport=PHONE, color_scheme="light")
         race(page, served.local_url, drafters="eagle", max_new_tokens=48)
         save(page, "app-phone")
