@@ -102,8 +102,6 @@ class Server:
             "base_url": self.url,
             "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
             "timeout": httpx.Timeout(CONNECT_SECONDS, read=READ_SECONDS),
-            # A proxy of the environment is for the way out, and not for a machine of one's own.
-            "trust_env": False,
         }
 
     def model(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from selfspec.cards import Card
@@ -66,13 +66,13 @@ def measured_length(
     """From a measured acceptance length: the chain rate that explains it, and trees that keep their nodes at each depth."""
     K = depth or draft.depth
     rate = acceptance_rate_of(length, K)
-    size = num_nodes or max(draft.num_nodes if depth is None else 0, K + 1)
+    size = max(num_nodes or (draft.num_nodes if depth is None else 0), K + 1)
     source = f"{source}: acceptance length {length:g} at depth {K}, {size} nodes"
     return Acceptance(_prefixes(K, size, lambda k: expected_tokens(rate, k)), source)
 
 
 def card_acceptance(draft: DraftSize, *, depth: int | None = None, num_nodes: int | None = None) -> Acceptance:
-    """What a head's model card has measured: its rates by depth, or its acceptance length.
+    """What a head's model card has measured: its rates by depth, or its acceptance length; to `depth` at most.
 
     Raises:
         ValueError: the card has neither.
@@ -84,17 +84,18 @@ def card_acceptance(draft: DraftSize, *, depth: int | None = None, num_nodes: in
     size = num_nodes or (int(said_nodes[1]) if said_nodes else draft.num_nodes)
     if rates:
         by_depth = [float(cell) for cell in rates[1].split("|")]
-        by_depth = by_depth[: depth or len(by_depth)]
         K = len(by_depth)
         trees = _prefixes(K, max(size, K + 1), lambda k: expected_tokens_by_depth(by_depth[:k]))
-        return Acceptance(trees, f"the head's card: acceptance rates to depth {K}")
-    if length:
-        K = depth or (draft.depth if draft.is_depth_limit or not said_depth else int(said_depth[1]))
-        return measured_length(float(length[1]), draft, depth=K, num_nodes=size, source="the head's card")
-    raise ValueError(
-        f"nothing says how much of the drafts of {draft.name} holds: give --alpha (an assumption) or --acceptance-length "
-        "(as `selfspec bench` measures it)"
-    )
+        found = Acceptance(trees, f"the head's card: acceptance rates to depth {K}")
+    elif length:
+        K = int(said_depth[1]) if said_depth and not draft.is_depth_limit else draft.depth
+        found = measured_length(float(length[1]), draft, depth=K, num_nodes=size, source="the head's card")
+    else:
+        raise ValueError(
+            f"nothing says how much of the drafts of {draft.name} holds: give --alpha (an assumption) or "
+            "--acceptance-length (as `selfspec bench` measures it)"
+        )
+    return replace(found, trees=[tree for tree in found.trees if tree.depth <= (depth or K)])
 
 
 def _prefixes(depth: int, num_nodes: int, tokens: Callable[[int], float]) -> list[TreeGain]:
@@ -154,9 +155,9 @@ class Plan:
     def shown_choices(self, limit: int = MAX_DRAFT_TOKENS + 1) -> list[Choice]:
         """Few enough to read, evenly spread, with the best and the two ends among them."""
         count = len(self.choices)
-        spread = {round(i * (count - 1) / max(1, limit - 1)) for i in range(min(limit, count))}
         if count <= limit:
             return self.choices
+        spread = {round(i * (count - 1) / (limit - 1)) for i in range(limit)}
         return [self.choices[i] for i in sorted(spread | {self.choices.index(self.best)})]
 
     def to_dict(self) -> dict[str, Any]:

@@ -187,6 +187,8 @@ def test_a_card_says_what_it_measured():
     )
     tree = card_acceptance(length).trees[-1]
     assert (tree.num_nodes, tree.depth) == (32, 6) and tree.expected_tokens == pytest.approx(3.28)
+    assert [tree.depth for tree in card_acceptance(length, depth=2).trees] == [0, 1, 2]
+    assert card_acceptance(length, depth=2).trees == card_acceptance(length).trees[:3]
     with pytest.raises(ValueError, match="give --alpha"):
         card_acceptance(DraftSize("x", card="# Nothing measured"))
 
