@@ -9,6 +9,8 @@ which the target has not computed yet, when the head drafts on.
     h_j     = hidden_j + attention(x_j);   out_j = h_j + mlp(post_attention_layernorm(h_j))
     logits  = lm_head(norm(out_j))         over a draft vocabulary; target id = i + d2t[i]
 
+The LM head is the head's own, or (`has_lm_head=False`) those rows of the target's, frozen and not stored.
+
 The per-layer norms before `fc` and the normed output fed back (`has_fc_norm`, `feeds_normed`) are EAGLE-3.1's
 (https://arxiv.org/abs/2605.09992). The biases, the norms of queries and keys and the one over all features are other
 trainers' and exist for their checkpoints; new heads have none of them.
@@ -90,6 +92,7 @@ class EagleConfig(Eagle1Config):
     """Args:
     feature_layers: which hidden states are fused, in transformers' numbering (k: entering layer k).
     draft_vocab_size: tokens it can draft; the target's vocabulary size for all.
+    has_lm_head: it has an LM head of its own, as all public checkpoints; else it drafts with the target's rows.
     has_fc_norm, feeds_normed: EAGLE-3.1's norms.
     has_input_norm: one norm over the features side by side before `fc`, as NVIDIA's gpt-oss heads have.
     norm_before_residual: the residual branch carries the normed hidden state.
@@ -98,6 +101,7 @@ class EagleConfig(Eagle1Config):
     head_type: ClassVar[str] = "eagle"
     feature_layers: tuple[int, ...]
     draft_vocab_size: int
+    has_lm_head: bool = True
     has_fc_norm: bool = True
     feeds_normed: bool = True
     has_input_norm: bool = False
@@ -244,12 +248,12 @@ class EagleHead(DraftHead):
         self.fc = nn.Linear(num_features * E, E, bias=config.has_fc_bias)
         self.midlayer = EagleLayer(config)
         self.norm = nn.RMSNorm(E, eps)
-        self.lm_head = nn.Linear(E, config.draft_vocab_size, bias=False)
+        self.lm_head = nn.Linear(E, config.draft_vocab_size, bias=False) if config.has_lm_head else None
         self.d2t: torch.Tensor
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
     def initialise(self, model: Any, draft_ids: torch.Tensor | None = None) -> None:
-        """Start norm and LM head from the target's, and fix the draft vocabulary.
+        """Start the norm, and an LM head of its own, from the target's, and fix the draft vocabulary.
 
         Args:
             draft_ids: [draft_vocab_size] ascending target ids that the head can draft; needed unless it drafts all.
@@ -260,7 +264,8 @@ class EagleHead(DraftHead):
                 raise ValueError(f"draft_vocab_size={size} is a part of the vocabulary: draft_ids must say which")
             draft_ids = torch.arange(size)
         self.d2t.copy_(draft_ids - torch.arange(size))
-        self.lm_head.weight.data.copy_(model.get_output_embeddings().weight.detach()[draft_ids.to(model.device)])
+        if self.lm_head is not None:
+            self.lm_head.weight.data.copy_(model.get_output_embeddings().weight.detach()[draft_ids.to(model.device)])
         final_norm = getattr(model.base_model, "norm", None)
         if final_norm is not None and getattr(final_norm, "weight", None) is not None:
             self.norm.weight.data.copy_(final_norm.weight.detach())
@@ -270,9 +275,18 @@ class EagleHead(DraftHead):
         """[draft_vocab_size] the target id of every draft id."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
-    def output_layer(self, lm_head: nn.Module) -> nn.Module:
-        """What turns `normed` into logits over the draft vocabulary: its own LM head."""
-        return self.lm_head
+    def output_layer(self, lm_head: Any) -> nn.Module:
+        """What turns `normed` into logits over the draft vocabulary: its own LM head, or a copy of the target's rows."""
+        if self.lm_head is not None:
+            return self.lm_head
+        weight = lm_head.weight.detach()
+        rows = self.draft_ids.to(weight.device)
+        bias = getattr(lm_head, "bias", None)
+        layer = nn.Linear(weight.shape[1], len(rows), bias=bias is not None, device="meta").requires_grad_(False)
+        layer.weight = nn.Parameter(weight[rows], requires_grad=False)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias.detach()[rows], requires_grad=False)
+        return layer
 
     def fuse(self, features: list[torch.Tensor]) -> torch.Tensor:
         """[B, N, E] from the feature layers' hidden states, each [B, N, E]."""

@@ -93,6 +93,8 @@ class EarlyExitHead(DraftHead):
         """A new head of this shape, its blocks and norm copied from the target's."""
         # As it will be read again: JSON has no other keys than strings.
         record = json.loads(model.config.get_text_config().to_json_string(use_diff=False))
+        # Where the target lies on this machine is no part of its shape.
+        record.pop("_name_or_path", None)
         head = cls(cls.config_class(target=identity, layer_config=record, **shape))
         head.initialise(model)
         return head

@@ -19,11 +19,6 @@ def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     return (lambda function: function) if triton is None else triton.jit(**options)
 
 
-# Whether the kernels have passed their tests on a device (`pytest -m gpu tests/test_triton.py`). So far they have done so in
-# the interpreter only, so that the twins, which have run on CUDA, serve there as well.
-ARE_CHECKED_ON_CUDA = False
-
-
 def is_compiled_for(tensor: torch.Tensor) -> bool:
     """Whether a public function runs its kernel on the tensor's device, and not its twin."""
-    return ARE_CHECKED_ON_CUDA and triton is not None and tensor.is_cuda
+    return triton is not None and tensor.is_cuda

@@ -332,7 +332,7 @@ def tree_attention(
     """[B, N, H, Dv] from query [B, H, N, D] and one layer's pool; see `tree_attention_reference` for the arguments."""
     if is_compiled_for(query):
         return launch_tree_attention(query, key_cache, value_cache, layout, scaling, sliding_window, softcap, sinks)
-    if softcap is None and sinks is None and query.device.type == "cpu":
+    if softcap is None and sinks is None and layout.row_slots is not None:
         return _attend_row_by_row(query, key_cache, value_cache, layout, scaling, sliding_window)
     return tree_attention_reference(
         query,

@@ -26,7 +26,8 @@ class EagleArgs:
     feature_layers: list[int] | None = field(
         default=None, metadata={"help": "hidden states to fuse; 2, n // 2 and n - 3 by default"}
     )
-    draft_vocab_size: int = field(default=8192, metadata={"help": "most frequent answer tokens that it can draft"})
+    draft_vocab_size: int = field(default=12288, metadata={"help": "most frequent answer tokens that it can draft"})
+    train_lm_head: bool = field(default=False, metadata={"help": "an LM head of its own; by default the target's serves"})
     num_steps: int = field(default=6, metadata={"help": "unrolled steps, the depth it learns to draft"})
     decay: float = field(default=0.9, metadata={"help": "weight of each step relative to the one before"})
 
@@ -42,7 +43,13 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     elif shape.version == 3:
         features = tuple(shape.feature_layers or EagleConfig.default_feature_layers(target.num_layers))
         size = min(shape.draft_vocab_size, target.vocab_size)
-        config = EagleConfig(target=identity(target), feature_layers=features, draft_vocab_size=size, **layer)
+        config = EagleConfig(
+            target=identity(target),
+            feature_layers=features,
+            draft_vocab_size=size,
+            has_lm_head=shape.train_lm_head,
+            **layer,
+        )
         head = EagleHead(config)
         head.initialise(target.model, frequent_tokens(setup.rows, size, target.vocab_size))
     else:

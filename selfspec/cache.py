@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import itertools
 from array import array
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 
 import torch
@@ -55,11 +56,38 @@ class CacheRow:
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where rows lie in the pool, on its device.
+
+    Attributes:
+        lengths: [B] int64, the tokens of each prefix.
+        block_tables: [B, M] int64, padded with block 0.
+        rows: the same on the host; None where a CUDA graph will run with other numbers.
+    """
+
+    lengths: torch.Tensor
+    block_tables: torch.Tensor
+    rows: list[CacheRow] | None = None
+
+    @classmethod
+    def unpack(cls, numbers: torch.Tensor) -> Places:
+        """From what `KVCache.pack` made, [B, 1 + M]."""
+        return cls(numbers[:, 0].contiguous(), numbers[:, 1:])
+
+    def advanced(self, num_tokens: torch.Tensor) -> Places:
+        """The same rows with `num_tokens` [B] more in their prefixes, as tensors alone."""
+        return Places(self.lengths + num_tokens, self.block_tables)
+
+
+@dataclass(frozen=True)
 class _Published:
     """A full block that rows may share, and those of the target's features of its tokens that are kept: [block_size, E]."""
 
     block: int
     features: dict[int, torch.Tensor]
+
+
+_SERIALS = itertools.count()
 
 
 class CacheFull(MemoryError):
@@ -91,6 +119,8 @@ class KVCache:
         self.block_size = block_size
         self.max_blocks = None if max_tokens is None else max_tokens // block_size
         self.use_sharing = use_sharing
+        # Names this pool's addresses: another one whenever they change.
+        self.serial = next(_SERIALS)
         self._free: list[int] = []
         self._num_blocks = 0
         self._num_users: dict[int, int] = {}
@@ -214,13 +244,13 @@ class KVCache:
             digest = hashlib.blake2b(digest + tokens, digest_size=16).digest()
             yield digest
 
-    def _find_blocks(self, count: int) -> None:
-        """Make `count` more blocks free: enlarge the pool, and give up idle blocks where it may not grow."""
-        # By half at least, so that copying stays a constant cost a token.
-        num_new = max(count, self._num_blocks // 2, 32)
+    def _find_blocks(self, num_missing: int) -> None:
+        """Make `num_missing` more blocks free: enlarge the pool, and give up idle blocks where it may not grow."""
+        # By half at least, so that copying stays a constant cost a token. On a GPU new addresses outdate what was captured.
+        num_new = max(num_missing, self._num_blocks // 2, 32 if self.device.type == "cpu" else 256)
         if self.max_blocks is not None:
             num_new = min(num_new, self.max_blocks - self._num_blocks)
-        num_lost = max(count - num_new, 0)
+        num_lost = max(num_missing - num_new, 0)
         if num_lost > len(self._idle):
             raise CacheFull(
                 f"the KV cache holds {self.max_blocks} blocks of {self.block_size} tokens and needs "
@@ -240,13 +270,21 @@ class KVCache:
             new = old.new_empty(old.shape[0], num_slots, *old.shape[2:])
             new[:, : old.shape[1]] = old
             setattr(self, name, new)
+        self.serial = next(_SERIALS)
         for block in range(self._num_blocks, self._num_blocks + num_new):
             heapq.heappush(self._free, block)
         self._num_blocks += num_new
 
-    def layout(
-        self, rows: list[CacheRow], tree: CandidateTree, num_new: int | None = None
-    ) -> tuple[TreeLayout, torch.Tensor]:
+    def pack(self, rows: list[CacheRow], num_columns: int = 0) -> torch.Tensor:
+        """Lengths and block tables of rows as one host tensor [B, 1 + M] int64, of `num_columns` columns M at least."""
+        num_columns = max(num_columns, *(len(row.blocks) for row in rows))
+        return torch.tensor([[row.length, *row.blocks, *[0] * (num_columns - len(row.blocks))] for row in rows])
+
+    def locate(self, rows: list[CacheRow]) -> Places:
+        """Where rows lie now; growth and `advance` outdate it."""
+        return replace(Places.unpack(self.pack(rows).to(self.device)), rows=rows)
+
+    def layout(self, places: Places, tree: CandidateTree, num_new: int | None = None) -> tuple[TreeLayout, torch.Tensor]:
         """Where a pass reads, and the slots it writes; `reserve` must have made the room.
 
         Args:
@@ -257,27 +295,22 @@ class KVCache:
         """
         N = tree.num_nodes
         first = 0 if num_new is None else N - num_new
-        for row in rows:
+        lengths, tables, rows = places.lengths, places.block_tables, places.rows
+        for row in rows or ():
             assert row.length + N <= len(row.blocks) * self.block_size, "reserve comes before layout"
-        lengths, tables = self._lengths_and_tables(rows)
+        has_slots = rows is not None and self.device.type == "cpu"
         layout = TreeLayout(
             block_tables=tables,
             lengths=lengths,
-            host_lengths=[row.length for row in rows],
+            host_lengths=None if rows is None else [row.length for row in rows],
             depths=tree.depths,
             ancestor_mask=tree.ancestor_mask()[:, first:],
             block_size=self.block_size,
-            row_slots=[self._row_slots(row, row.length + N) for row in rows] if self.device.type == "cpu" else None,
+            row_slots=[self._row_slots(row, row.length + N) for row in rows or ()] if has_slots else None,
             max_depth=tree.max_depth,
             is_chain=tree.is_chain,
         )
         return layout, self._slots(tables, lengths[:, None] + torch.arange(first, N, device=self.device)).flatten()
-
-    def _lengths_and_tables(self, rows: list[CacheRow]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Prefix lengths [B] and block tables [B, M], padded with block 0."""
-        num_columns = max(len(row.blocks) for row in rows)
-        tables = [row.blocks + [0] * (num_columns - len(row.blocks)) for row in rows]
-        return torch.tensor([row.length for row in rows]).to(self.device), torch.tensor(tables).to(self.device)
 
     def _slots(self, tables: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return slots_of(tables, index, self.block_size)
@@ -289,20 +322,20 @@ class KVCache:
         index = torch.arange(num_keys, device=self.device)
         return self._slots(torch.tensor([row.blocks]).to(self.device), index[None])[0]
 
-    def arrange(self, rows: list[CacheRow], origins: torch.Tensor, *, num_layers: int) -> None:
+    def arrange(self, places: Places, origins: torch.Tensor, *, num_layers: int) -> None:
         """Move the scratch entries `origins` [B, N], ascending, to the first N scratch slots, in the first layers only."""
-        lengths, tables = self._lengths_and_tables(rows)
+        lengths, tables = places.lengths, places.block_tables
         source = self._slots(tables, lengths[:, None] + origins)
         target = self._slots(tables, lengths[:, None] + torch.arange(origins.shape[1], device=self.device))
         kv_compaction(self.keys[:num_layers], self.values[:num_layers], source, target)
 
-    def compact(self, rows: list[CacheRow], tree: CandidateTree, acceptance: Acceptance) -> None:
+    def compact(self, places: Places, tree: CandidateTree, acceptance: Acceptance) -> None:
         """Move the accepted path's KV to the prefix's end. `advance` then counts it in."""
         if tree.is_chain:
             # A chain's path lies in its storage order already.
             return
         path = acceptance.path
-        lengths, tables = self._lengths_and_tables(rows)
+        lengths, tables = places.lengths, places.block_tables
         steps = torch.arange(path.shape[1], device=self.device).expand_as(path)
         # Past the path's end a slot is moved onto itself: shapes stay fixed and nothing changes.
         target = self._slots(tables, lengths[:, None] + steps.minimum(acceptance.num_accepted[:, None]))

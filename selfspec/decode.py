@@ -11,17 +11,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Sequence_
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from selfspec.accept import Acceptance, accept
-from selfspec.cache import CacheFull, KVCache
+from selfspec.cache import CacheFull, KVCache, Places
 from selfspec.drafters.base import Drafter, NoDrafter
 from selfspec.planner import Planner
 from selfspec.sequence import Batch, Emission, Request, Sequence
-from selfspec.target import Target
+from selfspec.target import GraphShape, Target
 from selfspec.tree import CandidateTree, chain
 
 
@@ -77,25 +78,26 @@ def decode(
         FloatingPointError: the target's logits held a NaN or an infinity where a token was to be chosen.
         MemoryError: a prompt does not fit the cache.
     """
-    scheduler = Scheduler(target, cache or target.new_cache(), max_batch=max_batch)
-    group = scheduler.add_group(drafter or NoDrafter(), planner)
-    waiting = iter(requests)
-    try:
-        # A context manager around the yields would leave inference mode on in the caller; each round enters it by itself.
-        while True:
-            with torch.inference_mode():
-                while len(scheduler) < max_batch and (request := next(waiting, None)) is not None:
-                    scheduler.submit(request, group)
-                if not len(scheduler):
-                    return
-                steps = scheduler.round()
-            for step in steps:
-                for sequence in step.finished:
-                    if sequence.error is not None:
-                        raise sequence.error
-                yield step
-    finally:
-        scheduler.close()
+    with nullcontext(cache) if cache is not None else target.borrowed_cache() as pool:
+        scheduler = Scheduler(target, pool, max_batch=max_batch)
+        group = scheduler.add_group(drafter or NoDrafter(), planner)
+        waiting = iter(requests)
+        try:
+            # A context manager around the yields would leave inference mode on in the caller: each round enters it.
+            while True:
+                with torch.inference_mode():
+                    while len(scheduler) < max_batch and (request := next(waiting, None)) is not None:
+                        scheduler.submit(request, group)
+                    if not len(scheduler):
+                        return
+                    steps = scheduler.round()
+                for step in steps:
+                    for sequence in step.finished:
+                        if sequence.error is not None:
+                            raise sequence.error
+                    yield step
+        finally:
+            scheduler.close()
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,29 +277,73 @@ class Scheduler:
         batch, drafter, planner = group.batch, group.drafter, group.planner
         batch.refresh()
         sequences = list(batch.sequences)
+        num_captured = self._num_captured
         times = [time.perf_counter()]
         tree = self._propose(group)
         times.append(time.perf_counter())
-        verification = drafter.verify(self.target, batch, tree)
-        times.append(time.perf_counter())
-        acceptance = accept(tree, verification.logits, batch.sampler)
-        batch.cache.compact(batch.rows, tree, acceptance)
-        emissions = batch.commit(tree, acceptance, verification.logits)
-        drafter.commit(batch, tree, acceptance, verification.features)
+        shape = self._graph_shape(group, tree)
+        if shape is None:
+            verification = drafter.verify(self.target, batch, tree)
+            times.append(time.perf_counter())
+            acceptance = accept(tree, verification.logits, batch.sampler)
+            self.cache.compact(self.cache.locate(batch.rows), tree, acceptance)
+            logits, features = verification.logits, _along(acceptance, verification.features)
+        else:
+            acceptance, logits, features = self._verify_and_accept(group, tree, shape)
+            times.append(time.perf_counter())
+        emissions, num_accepted, facts = batch.commit(tree, acceptance, logits, planner.measure(tree))
+        drafter.commit(batch, tree, acceptance, features)
         times.append(time.perf_counter())
         seconds = StepSeconds(*(end - start for start, end in pairwise(times)))
-        planner.observe(tree, acceptance, seconds.draft, seconds.verify + seconds.accept)
+        if self._num_captured == num_captured:
+            planner.observe(tree, facts, num_accepted, seconds.draft, seconds.verify + seconds.accept)
         finished = [sequence for sequence in sequences if sequence.finish_reason is not None]
         for sequence in finished:
             self.cancel(sequence)
         return Step(drafter, sequences, tree, acceptance, emissions, finished, seconds)
+
+    @property
+    def _num_captured(self) -> int:
+        """Changes in a step that no other will be like: one that set a CUDA graph up."""
+        return 0 if self.target.graphs is None else self.target.graphs.num_set_up
+
+    def _graph_shape(self, group: Group, tree: CandidateTree) -> GraphShape | None:
+        """The shape of the graph that can take the step from verification to the compacted cache, if there is one."""
+        batch, drafter = group.batch, group.drafter
+        has_own_verify = type(drafter).verify is not Drafter.verify
+        if self.target.graphs is None or has_own_verify or not batch.sampler.is_greedy or not batch.sampler.is_plain:
+            return None
+        return GraphShape.of(tree, batch.rows) if tree.is_deterministic else None
+
+    def _verify_and_accept(
+        self, group: Group, tree: CandidateTree, shape: GraphShape
+    ) -> tuple[Acceptance, torch.Tensor, dict[int, torch.Tensor]]:
+        """Verify, accept and compact as one CUDA graph: the acceptance, the logits, and the features along its path."""
+        batch, names, cache = group.batch, group.drafter.features, self.cache
+
+        def run(places: Places, padded: CandidateTree) -> tuple[torch.Tensor, ...]:
+            verification = self.target.verify_at(padded, places, cache, features=names)
+            acceptance = accept(padded, verification.logits, batch.sampler)
+            cache.compact(places, padded, acceptance)
+            outcome = torch.cat(
+                [acceptance.num_accepted[:, None], acceptance.is_valid[:, None], acceptance.path, acceptance.tokens], dim=1
+            )
+            return outcome, verification.logits, *_along(acceptance, verification.features).values()
+
+        B, N = tree.tokens.shape
+        outcome, logits, *taken = self.target.replay(("step", tuple(names)), run, tree, batch.rows, cache, shape, num_kept=1)
+        num_accepted, is_valid, path, tokens = outcome[:B].split([1, 1, shape.max_depth + 1, shape.max_depth + 1], dim=1)
+        acceptance = Acceptance(path, num_accepted[:, 0], tokens, is_valid[:, 0].bool())
+        return acceptance, logits[:B, :N], {name: each[:B] for name, each in zip(names, taken, strict=True)}
 
     def _propose(self, group: Group) -> CandidateTree:
         """What the drafter proposes and the planner keeps; the roots alone where the cache has no room for more."""
         batch, drafter, planner = group.batch, group.drafter, group.planner
         try:
             tree = drafter.propose(batch, planner.num_draft_tokens(drafter, batch))
-            tree = planner.prune(tree.limit_depth(batch.max_depths))
+            if min(sequence.max_depth for sequence in batch.sequences) < tree.max_depth:
+                tree = tree.limit_depth(batch.max_depths)
+            tree = planner.prune(tree)
             self.cache.reserve(batch.rows, tree.num_nodes)
         except CacheFull:
             tree = chain(batch.roots)
@@ -319,6 +365,12 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
         self.cache.release(sequence.row)
+
+
+def _along(acceptance: Acceptance, features: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The nodes' features, each [B, N, E], along the accepted path: [B, K + 1, E], past its end garbage."""
+    nodes = acceptance.path.clamp(min=0)[:, :, None]
+    return {name: each.gather(1, nodes.expand(-1, -1, each.shape[-1])) for name, each in features.items()}
 
 
 def _raise(error: Exception, sequences: Sequence_[Sequence]) -> None:

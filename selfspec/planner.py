@@ -23,7 +23,6 @@ import torch
 from selfspec.tree import CandidateTree
 
 if TYPE_CHECKING:
-    from selfspec.accept import Acceptance
     from selfspec.drafters.base import Drafter
     from selfspec.sequence import Batch
 
@@ -45,6 +44,9 @@ class Planner:
     # Of what was counted, how much a step later still counts, and how many trials the first guess is worth.
     FADE = 0.98
     PRIOR = 4.0
+
+    # So many nodes of a batch cost a GPU hardly more than one, and less than reading their scores back.
+    FREE_NODES = 64
 
     def __init__(self, *, is_active: bool = True) -> None:
         self.is_active = is_active
@@ -80,6 +82,8 @@ class Planner:
         if not self.is_active or tree.scores is None or not tree.is_deterministic or tree.num_nodes == 1:
             return tree
         B, N = tree.tokens.shape
+        if tree.tokens.is_cuda and B * N <= self.FREE_NODES:
+            return tree
         corrections = torch.tensor([1.0, *(self._correction(depth) for depth in range(tree.max_depth))])
         chances = (tree.scores.exp() * corrections.to(tree.scores.device)[tree.depths]).clamp(max=1.0)
         # In the order in which the tree's own pruning keeps them.
@@ -89,8 +93,33 @@ class Planner:
         best = max(range(N), key=rates.__getitem__)
         return tree.prune(1 + (best + 2 if self._is_probe else best))
 
-    def observe(self, tree: CandidateTree, acceptance: Acceptance, draft_seconds: float, verify_seconds: float) -> None:
-        """A step's cost and outcome."""
+    @staticmethod
+    def measure(tree: CandidateTree) -> torch.Tensor:
+        """What `observe` must know of a tree, on the device: [B] how deep each row drafts, then [K + 1] what was promised.
+
+        Of each depth that is the sum of all nodes' chances, 0 where there are no scores. Float64, so that it can be read
+        together with a step's tokens.
+        """
+        promised = torch.zeros(tree.max_depth + 1, dtype=torch.float64, device=tree.tokens.device)
+        if tree.scores is not None:
+            mass = torch.where(tree.is_real, tree.scores.exp(), 0.0).double()
+            promised.index_add_(0, tree.depths.flatten(), mass.flatten())
+        return torch.cat([tree.depths.amax(1).double(), promised])
+
+    def observe(
+        self,
+        tree: CandidateTree,
+        facts: list[float],
+        num_accepted: list[int],
+        draft_seconds: float,
+        verify_seconds: float,
+    ) -> None:
+        """A step's cost and outcome.
+
+        Args:
+            facts: what `measure` gave.
+            num_accepted: of each row.
+        """
         if not self.is_active:
             return
         B, N = tree.tokens.shape
@@ -98,13 +127,7 @@ class Planner:
         sizes.setdefault(N, deque(maxlen=self.MEMORY)).append(verify_seconds)
         if tree.max_depth > 0:
             self._draft.setdefault(B, deque(maxlen=self.MEMORY)).append(draft_seconds / tree.max_depth)
-        promised = torch.zeros(tree.max_depth + 1, device=tree.tokens.device)
-        if tree.scores is not None:
-            mass = torch.where(tree.is_real, tree.scores.exp(), 0.0)
-            promised.index_add_(0, tree.depths.flatten(), mass.flatten())
-        # One read of all that the host must know.
-        read = torch.cat([tree.depths.amax(1), acceptance.num_accepted, promised]).tolist()
-        depths, num_accepted, chances = [int(n) for n in read[:B]], [int(n) for n in read[B : 2 * B]], read[2 * B + 1 :]
+        depths, chances = [int(n) for n in facts[:B]], facts[B + 1 :]
         for num_drafted, accepted in zip(depths, num_accepted, strict=True):
             self._count(num_drafted, accepted)
         self._sizes.setdefault(max(depths), deque(maxlen=self.MEMORY)).append(N)

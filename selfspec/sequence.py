@@ -85,6 +85,11 @@ class Sequence:
         """All tokens but the root: what the cache holds while the sequence decodes."""
         return [*self.request.prompt_ids, *self.token_ids][:-1]
 
+    def tokens_between(self, start: int, end: int) -> list[int]:
+        """Tokens `start … end - 1` of prompt and output."""
+        prompt, size = self.request.prompt_ids, len(self.request.prompt_ids)
+        return prompt[start:end] + self.token_ids[max(start - size, 0) : max(end - size, 0)]
+
     @property
     def max_depth(self) -> int:
         """The deepest draft that can still be emitted: one place is the bonus token's."""
@@ -203,16 +208,23 @@ class Batch:
         self.sequences.remove(sequence)
         self._is_stale = True
 
-    def commit(self, tree: CandidateTree, acceptance: Acceptance, logits: torch.Tensor) -> list[Emission]:
+    def commit(
+        self, tree: CandidateTree, acceptance: Acceptance, logits: torch.Tensor, facts: torch.Tensor
+    ) -> tuple[list[Emission], list[int], list[float]]:
         """Take a step's outcome over: tensors, cache lengths, outputs.
 
         A row whose logits held a NaN or an infinity where a token was to be chosen ends with an error, alone.
+
+        Args:
+            facts: float64 numbers that someone else wants to read.
+
+        Returns:
+            Each row's emission, how many of its drafts were accepted (behind an end, too), and `facts`.
         """
         index = self.num_tokens[:, None] + torch.arange(acceptance.tokens.shape[1], device=self.device)
         self.history.scatter_(1, index, acceptance.tokens.clamp(min=0))
         self.num_tokens += acceptance.num_accepted + 1
         logprobs = self._logprobs(acceptance, logits)
-        # The step's one read: everything the host must know, in one tensor.
         outcome = torch.cat(
             [
                 acceptance.num_accepted[:, None],
@@ -221,11 +233,14 @@ class Batch:
                 acceptance.tokens,
             ],
             dim=1,
-        ).tolist()
-        emissions = []
-        for b, (sequence, (num_accepted, is_valid, num_drafts, *tokens)) in enumerate(
-            zip(self.sequences, outcome, strict=True)
-        ):
+        )
+        # The step's one read: everything the host must know, in one tensor. Float64 holds any token.
+        read = torch.cat([outcome.double().flatten(), facts]).tolist()
+        width, rest = outcome.shape[1], read[outcome.numel() :]
+        emissions, accepted = [], []
+        for b, sequence in enumerate(self.sequences):
+            num_accepted, is_valid, num_drafts, *tokens = map(int, read[b * width : (b + 1) * width])
+            accepted.append(num_accepted)
             self.cache.advance(sequence.row, num_accepted + 1)
             sequence.num_target_passes += 1
             sequence.num_draft_tokens += num_drafts
@@ -250,7 +265,7 @@ class Batch:
                     sequence.top_logprobs += [entries[:count] for entries in top[: len(kept)]]
             sequence.seconds = time.perf_counter() - sequence.started
             emissions.append(emission)
-        return emissions
+        return emissions, accepted, rest
 
     def _logprobs(
         self, acceptance: Acceptance, logits: torch.Tensor

@@ -8,18 +8,20 @@ Invariant, checked on every model at load: the logits of a tree's node equal the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
 from selfspec.attention import ATTENTION_NAME, TreePass
-from selfspec.cache import CacheRow, KVCache, KVShape
+from selfspec.cache import CacheRow, KVCache, KVShape, Places
+from selfspec.graphs import DEPTH_BUCKETS, NODE_BUCKETS, ROW_BUCKETS, Graphs, bucket, column_bucket
 from selfspec.heads.stack import Resume, decoder_layers, with_layers
 from selfspec.loading import check_family, load_model
 from selfspec.tree import CandidateTree, chain, from_parents
@@ -35,6 +37,42 @@ class Verification:
 
     logits: torch.Tensor
     features: dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class GraphShape:
+    """The shape that a batch of trees is padded to, so that one CUDA graph serves many of them."""
+
+    num_rows: int
+    num_nodes: int
+    max_depth: int
+    is_chain: bool
+
+    @classmethod
+    def of(cls, tree: CandidateTree, rows: list[CacheRow], *, has_exact_nodes: bool = False) -> GraphShape | None:
+        """None where the batch or the tree is too large for a graph.
+
+        Args:
+            has_exact_nodes: no node may be added.
+        """
+        num_rows, num_nodes = bucket(len(rows), ROW_BUCKETS), bucket(tree.num_nodes, NODE_BUCKETS)
+        if num_rows is None or num_nodes is None:
+            return None
+        num_nodes = tree.num_nodes if has_exact_nodes else num_nodes
+        max_depth = bucket(tree.max_depth, DEPTH_BUCKETS)
+        assert max_depth is not None
+        return cls(num_rows, num_nodes, min(max_depth, num_nodes - 1), tree.is_chain)
+
+    def pad(self, tree: CandidateTree) -> torch.Tensor:
+        """The tree's tokens, parents and depths [3, B', N'], padded with empty nodes and the last row's likes."""
+        B, N = tree.tokens.shape
+        nodes = torch.stack([tree.tokens, tree.parents, tree.depths])
+        if N < self.num_nodes:
+            nodes = F.pad(nodes, (0, self.num_nodes - N), value=-1)
+            nodes[2, :, N:] = 0
+        if B < self.num_rows:
+            nodes = torch.cat([nodes, nodes[:, -1:].expand(-1, self.num_rows - B, -1)], dim=1)
+        return nodes
 
 
 class Target:
@@ -66,9 +104,14 @@ class Target:
         self.context_length: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        # What launches passes as a whole; None where each kernel is launched for itself.
+        self.graphs: Graphs | None = None
+        self._spare_cache: KVCache | None = None
         self.kv_shape: KVShape
         self.vocab_size: int
         self._adopt()
+        if self.device.type == "cuda":
+            self.graphs = Graphs(self.device)
 
     @classmethod
     def from_pretrained(
@@ -91,6 +134,16 @@ class Target:
     def new_cache(self, *, block_size: int = 16, max_tokens: int | None = None) -> KVCache:
         """An empty KV cache of this target's shape."""
         return KVCache(self.kv_shape, dtype=self.dtype, device=self.device, block_size=block_size, max_tokens=max_tokens)
+
+    @contextmanager
+    def borrowed_cache(self) -> Iterator[KVCache]:
+        """An empty KV cache for a while; on a GPU it is kept for the next, with all that was captured for its addresses."""
+        cache, self._spare_cache = self._spare_cache or self.new_cache(), None
+        try:
+            yield cache
+        finally:
+            if self.device.type == "cuda" and not cache.num_used_blocks:
+                self._spare_cache = cache
 
     def encode(self, prompt: str | Sequence[dict[str, str]]) -> list[int]:
         """Token ids of raw text, or of chat messages through the chat template with the assistant's header open."""
@@ -129,7 +182,56 @@ class Target:
         self, tree: CandidateTree, rows: list[CacheRow], cache: KVCache, *, features: Sequence[int] = ()
     ) -> Verification:
         """One forward over every node of a batch of trees; the nodes' KV lands in the rows' scratch slots."""
-        return self._forward(tree, rows, cache, features, logits_to_keep=0)
+        shape = None if self.graphs is None else GraphShape.of(tree, rows)
+        if shape is None:
+            return self._forward(tree, rows, cache, features, logits_to_keep=0)
+
+        def run(places: Places, padded: CandidateTree) -> tuple[torch.Tensor, ...]:
+            verification = self.verify_at(padded, places, cache, features=features)
+            return verification.logits, *verification.features.values()
+
+        key = ("verify", tuple(features))
+        B, N = tree.tokens.shape
+        logits, *taken = (each[:B, :N] for each in self.replay(key, run, tree, rows, cache, shape, num_kept=0))
+        return Verification(logits, dict(zip(features, taken, strict=True)))
+
+    def verify_at(
+        self, tree: CandidateTree, places: Places, cache: KVCache, *, features: Sequence[int] = ()
+    ) -> Verification:
+        """`verify` of rows that have the room, by tensors alone: what a CUDA graph captures."""
+        with self._taps(features) as taken:
+            output = self.run(self.model, tree, places, cache)
+        return Verification(output.logits, {name: taken[name] for name in features})
+
+    def replay(
+        self,
+        key: Hashable,
+        function: Callable[[Places, CandidateTree], tuple[torch.Tensor, ...]],
+        tree: CandidateTree,
+        rows: list[CacheRow],
+        cache: KVCache,
+        shape: GraphShape,
+        *,
+        num_kept: int | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """`function` of where the rows lie and of the tree, both padded to a graph's shape, as a CUDA graph.
+
+        Args:
+            key: with the shape and the cache, all that the function depends on beside its arguments.
+            num_kept: as in `Graphs`.
+        """
+        assert self.graphs is not None
+        # Rows that are filled up with do what the last one does: the same bits to the same places.
+        rows = rows + [rows[-1]] * (shape.num_rows - len(rows))
+        cache.reserve(rows[: len(tree.tokens)], shape.num_nodes)
+        numbers = cache.pack(rows, column_bucket(max(len(row.blocks) for row in rows)))
+
+        def body(numbers: torch.Tensor, nodes: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            tokens, parents, depths = nodes
+            padded = CandidateTree(tokens, parents, depths, max_depth=shape.max_depth, is_chain=shape.is_chain)
+            return function(Places.unpack(numbers), padded)
+
+        return self.graphs((key, shape, cache.serial), body, (numbers, shape.pad(tree)), num_kept=num_kept)
 
     def hidden_states(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, features: Sequence[int]
@@ -153,7 +255,15 @@ class Target:
     @torch.inference_mode()
     def extend(self, nodes: CandidateTree, rows: list[CacheRow], cache: KVCache, num_new: int) -> torch.Tensor:
         """Logits [B, num_new, V] of the last nodes; the ones before them are in the rows' scratch slots already."""
-        return self.forward(self.model, nodes, rows, cache, num_new=num_new).logits
+        shape = None if self.graphs is None else GraphShape.of(nodes, rows, has_exact_nodes=True)
+        if shape is None:
+            return self.forward(self.model, nodes, rows, cache, num_new=num_new).logits
+
+        def run(places: Places, padded: CandidateTree) -> tuple[torch.Tensor, ...]:
+            return (self.run(self.model, padded, places, cache, num_new=num_new).logits,)
+
+        (logits,) = self.replay(("extend", num_new), run, nodes, rows, cache, shape, num_kept=0)
+        return logits[: len(rows)]
 
     def forward(
         self,
@@ -167,7 +277,20 @@ class Target:
     ) -> Any:
         """What `model`, this target's or a part of it, returns for a tree's last `num_new` nodes (all by default)."""
         cache.reserve(rows, tree.num_nodes)
-        layout, write_slots = cache.layout(rows, tree, num_new)
+        return self.run(model, tree, cache.locate(rows), cache, num_new=num_new, **options)
+
+    def run(
+        self,
+        model: nn.Module,
+        tree: CandidateTree,
+        places: Places,
+        cache: KVCache,
+        *,
+        num_new: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """`forward` of rows that have the room, by tensors alone."""
+        layout, write_slots = cache.layout(places, tree, num_new)
         new = slice(0 if num_new is None else tree.num_nodes - num_new, None)
         return model(
             input_ids=tree.tokens[:, new].clamp(min=0),

@@ -204,13 +204,12 @@ class TreeGrower:
         self._num_nodes += W * k
         return self._tokens[-1].gather(1, best.indices), best.indices // k
 
-    def tree(self, num_nodes: int, is_active: torch.Tensor | None = None) -> CandidateTree:
-        """The best `num_nodes` candidates, root included; rows that are not active [B] get their root alone."""
-        tree = CandidateTree(
+    def tree(self, num_nodes: int) -> CandidateTree:
+        """The best `num_nodes` candidates, root included."""
+        return CandidateTree(
             tokens=torch.cat(self._tokens, dim=1),
             parents=torch.cat(self._parents, dim=1),
             depths=torch.cat(self._depths, dim=1),
             max_depth=len(self._depths) - 1,
             scores=torch.cat(self._scores, dim=1),
         ).prune(num_nodes)
-        return tree if is_active is None else tree.limit_depth(torch.where(is_active, tree.max_depth, 0))

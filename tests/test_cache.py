@@ -220,7 +220,7 @@ def test_next_logits_after_any_acceptance_equal_a_fresh_forward(target: Target, 
             text = texts[b][:-1] + [int(tree.tokens[b, i]) for i in path]
             torch.testing.assert_close(logits[b, last_nodes[b]], plain_logits(target, text), **TOLERANCE)
         acceptance = acceptance_of(tree, last_nodes, random_tokens(B).tolist())
-        cache.compact(rows, tree, acceptance)
+        cache.compact(cache.locate(rows), tree, acceptance)
         for b, row in enumerate(rows):
             cache.advance(row, int(acceptance.num_accepted[b]) + 1)
             texts[b] += [token for token in acceptance.tokens[b].tolist() if token >= 0]

@@ -301,6 +301,21 @@ def test_a_batch_without_assistant_tokens_gives_a_zero_loss_with_a_gradient() ->
         assert float(loss.detach()) == 0.0
 
 
+def test_a_head_of_lower_precision_than_its_features_trains() -> None:
+    """FSDP's mixed precision: the weights of a forward pass are in bfloat16, and no autocast is on."""
+    target = tiny_target("llama")
+    ids = torch.arange(3, 19)[None]
+    heads: list[DraftHead] = [
+        MedusaHead(MedusaConfig(target=identity(target), has_root_input=True)),
+        eagle_head(target, feature_layers=(1, 2)),
+        eagle_head(target, feature_layers=(1, 2), draft_vocab_size=20, has_lm_head=False),
+    ]
+    for head in heads:
+        training = HeadTraining(head.bfloat16(), target, num_steps=2)
+        training(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(16)[None])["loss"].backward()
+        assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in head.parameters())
+
+
 def test_packed_texts_train_like_texts_alone() -> None:
     target = tiny_target("llama")
     one, two = torch.arange(3, 15), torch.arange(20, 40)

@@ -66,6 +66,10 @@ def batch_of(target: Target, *rooms: int) -> Batch:
     return batch
 
 
+def observe(planner: Planner, tree: CandidateTree, acceptance: Acceptance, draft: float, verify: float) -> None:
+    planner.observe(tree, planner.measure(tree).tolist(), acceptance.num_accepted.tolist(), draft, verify)
+
+
 def outcome(tree: CandidateTree, num_accepted: list[int]) -> Acceptance:
     """An acceptance of which only the counts matter."""
     filler = torch.full((len(num_accepted), tree.max_depth + 1), -1)
@@ -90,7 +94,7 @@ def take_steps(
         depth = planner.num_draft_tokens(drafter, batch)
         tree = chain(torch.ones(len(batch), dtype=torch.int64), torch.ones(len(batch), depth, dtype=torch.int64))
         acceptance = outcome(tree, [min(num_holding, depth)] * len(batch))
-        planner.observe(tree, acceptance, draft * depth, verify(depth + 1))
+        observe(planner, tree, acceptance, draft * depth, verify(depth + 1))
         depths.append(depth)
     return depths
 
@@ -145,7 +149,7 @@ def test_the_depth_chosen_has_the_most_expected_tokens_a_second(
     # Every size seen, and enough trials that nothing is left of the prior.
     for depth in [*range(K), *[K] * 300]:
         tree = chain(torch.tensor([1]), torch.ones(1, depth, dtype=torch.int64))
-        planner.observe(tree, outcome(tree, [min(depth, num_holding)]), draft * depth, seconds[depth])
+        observe(planner, tree, outcome(tree, [min(depth, num_holding)]), draft * depth, seconds[depth])
     rates = [(1 + min(depth, num_holding)) / (seconds[depth] + draft * depth) for depth in range(K + 1)]
     batch = batch_of(target, 1000)
     chosen = [planner.num_draft_tokens(COSTLY, batch) for _ in range(10)]
@@ -180,7 +184,7 @@ def test_one_slow_first_pass_does_not_decide_for_ever(target: Target) -> None:
     for step in range(600):
         planner.num_draft_tokens(CHEAP, batch)
         tree = planner.prune(whole)
-        planner.observe(tree, outcome(tree, [0]), 0.0, 50.0 if step == 0 else 1.0)
+        observe(planner, tree, outcome(tree, [0]), 0.0, 50.0 if step == 0 else 1.0)
         sizes.append(tree.num_nodes)
     assert usual(sizes[-100:]) == K + 1
 
@@ -210,7 +214,7 @@ def test_pruning_keeps_the_number_of_nodes_with_the_most_expected_tokens_a_secon
     for size in range(1, 9):
         tree = whole.prune(size)
         # Without scores nothing is learnt of their worth.
-        planner.observe(replace(tree, scores=None), outcome(tree, [0] * B), 0.0, seconds[size - 1])
+        observe(planner, replace(tree, scores=None), outcome(tree, [0] * B), 0.0, seconds[size - 1])
     gains = [sum(sum(sorted(row)[len(row) - count :]) for row in chances) for count in range(8)]
     rates = [(B + gain) / time for gain, time in zip(gains, seconds, strict=True)]
     pruned = planner.prune(whole)
@@ -228,7 +232,7 @@ def test_what_the_scores_promised_is_compared_with_what_came(promised: float, ke
         held = 2 if (step * kept) % 1 < kept else 0
         # Every size is measured before it is up to the planner.
         tree = planner.prune(whole) if step > 100 else whole.prune(1 + step % 3)
-        planner.observe(tree, outcome(tree, [min(held, tree.max_depth)]), 0.0, 1 + 0.25 * (tree.num_nodes - 1))
+        observe(planner, tree, outcome(tree, [min(held, tree.max_depth)]), 0.0, 1 + 0.25 * (tree.num_nodes - 1))
         size = tree.num_nodes
     assert size == expected
 
@@ -241,7 +245,7 @@ def test_padding_promises_nothing() -> None:
     scores = torch.tensor([[0.0, -0.1, -5.0, -5.0], [0.0, 0.0, 0.0, 0.0]])
     tree = from_parents(tokens, parents, scores)
     for size in range(1, 5):
-        planner.observe(tree.prune(size), outcome(tree.prune(size), [0, 0]), 0.0, 1 + 0.2 * size)
+        observe(planner, tree.prune(size), outcome(tree.prune(size), [0, 0]), 0.0, 1 + 0.2 * size)
     assert planner.prune(tree).num_nodes == 2
 
 
@@ -257,7 +261,7 @@ def test_a_sampled_tree_is_never_pruned_by_its_own_scores() -> None:
     drawn = sampled_chain()
     for size in range(1, 5):
         tree = replace(drawn, draft_probs=None).prune(size)
-        planner.observe(tree, outcome(tree, [0]), 0.0, float(size))
+        observe(planner, tree, outcome(tree, [0]), 0.0, float(size))
     assert planner.prune(drawn) is drawn
     assert planner.prune(replace(drawn, draft_probs=None)).num_nodes < 4
 

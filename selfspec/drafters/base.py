@@ -55,7 +55,10 @@ class Drafter(ABC):
     def commit(  # noqa: B027
         self, batch: Batch, tree: CandidateTree, acceptance: Acceptance, features: Mapping[int, torch.Tensor]
     ) -> None:
-        """The step's outcome: `features` are those of the tree's nodes, each [B, N, E]."""
+        """The step's outcome: `features` are those along the accepted path, each [B, K + 1, E], garbage past its end.
+
+        A drafter that keeps some of them for longer than the step makes a copy.
+        """
 
     def retire(self, sequence: Sequence) -> None:  # noqa: B027
         """A sequence ended or was cancelled: drop its state. Called once for every admitted sequence."""

@@ -10,14 +10,16 @@ its hidden input is the output of its parent's entry.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
-from selfspec.cache import CacheRow, KVCache, KVShape
+from selfspec.cache import CacheRow, KVCache, KVShape, Places
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.growth import grow, spread
+from selfspec.graphs import NODE_BUCKETS, ROW_BUCKETS, bucket, column_bucket
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.kernels.tree_attention import tree_attention
 from selfspec.packing import can_pack, pack_linear_layers
@@ -33,7 +35,7 @@ PREFILL_CHUNK = 512
 
 @dataclass
 class _Row:
-    """One sequence's state: its cache row, and the fused features [n, E] that are not entered yet."""
+    """One sequence's state: its cache row, and the features side by side [n, number of them * E] that wait to be entered."""
 
     cache_row: CacheRow
     pending: torch.Tensor
@@ -63,15 +65,17 @@ class EagleDrafter(Drafter):
         name: str = "eagle",
     ) -> None:
         self.name = name
+        self._target = target
         self.head = head.to(target.device, target.dtype)
-        if target.device.type == "cpu" and can_pack():
-            pack_linear_layers(self.head)
         self.features = head.features
         depth, size, breadth = (4, 8, 2) if target.device.type == "cpu" else (6, 16, 4)
         self.num_draft_tokens = num_draft_tokens or depth
         self.num_nodes = num_nodes or size
         self.width = width or breadth
-        self._output_layer = head.output_layer(target.model.get_output_embeddings())
+        layers = nn.ModuleDict({"head": head, "output": head.output_layer(target.model.get_output_embeddings())})
+        if target.device.type == "cpu" and can_pack():
+            pack_linear_layers(layers)
+        self._output_layer = layers["output"]
         self._embed = target.model.get_input_embeddings()
         self._draft_ids = head.draft_ids
         config = head.config
@@ -82,14 +86,15 @@ class EagleDrafter(Drafter):
 
     def admit(self, sequence: Sequence, features: Mapping[int, torch.Tensor]) -> None:
         """Enter all of the prompt but its last feature, which waits like those of a verify pass."""
-        fused = self.head.fuse([features[name] for name in self.features])[0]  # [T, E]
-        row = _Row(self._cache.open_row(), fused[-1:])
+        taken = torch.cat([features[name][0] for name in self.features], dim=-1)
+        row = _Row(self._cache.open_row(), taken[-1:])
         self._rows[sequence] = row
-        tokens = torch.tensor(sequence.prefix_ids[1:]).to(fused.device)
-        for hidden, chunk in zip(fused[:-1].split(PREFILL_CHUNK), tokens.split(PREFILL_CHUNK), strict=True):
+        tokens = torch.tensor(sequence.prefix_ids[1:]).to(taken.device)
+        for waiting, chunk in zip(taken[:-1].split(PREFILL_CHUNK), tokens.split(PREFILL_CHUNK), strict=True):
             if len(chunk):
                 entries = chain(chunk[:1], chunk[None, 1:])
-                self._enter(entries, [row.cache_row], hidden[None], entries.num_nodes)
+                self._cache.reserve([row.cache_row], len(chunk))
+                self._enter(entries, self._cache.locate([row.cache_row]), self._fuse(waiting[None]), len(chunk))
                 self._cache.advance(row.cache_row, len(chunk))
 
     def retire(self, sequence: Sequence) -> None:
@@ -102,66 +107,124 @@ class EagleDrafter(Drafter):
         active = [b for b, s in enumerate(batch.sequences) if len(self._rows[s].pending)]
         if K == 0 or not active:
             return chain(batch.roots)
-        index = torch.tensor(active).to(batch.device)
-        rows = [self._rows[batch.sequences[b]] for b in active]
-        normed, fed = self._catch_up(batch, index, rows)  # [A, 1, E] each
-        output = self._output_layer
-        cache_rows = [row.cache_row for row in rows]
-
-        def run(nodes: CandidateTree, num_new: int, parent: torch.Tensor) -> torch.Tensor:
-            nonlocal normed, fed
-            hidden = fed.gather(1, parent[:, :, None].expand(-1, -1, fed.shape[-1]))
-            normed, fed = self._enter(nodes, cache_rows, hidden, num_new)
-            return output(normed)
-
-        tree = grow(
-            batch.roots[index],
-            output(normed),
-            run,
-            depth=K,
-            width=self.width,
-            num_nodes=self.num_nodes,
-            token_ids=self._draft_ids,
-        )
-        return spread(tree, batch.roots, index)
+        sequences = [batch.sequences[b] for b in active]
+        counts = [len(self._rows[s].pending) for s in sequences]
+        tree = self._propose_by_graph(batch, sequences, counts, K)
+        if tree is None:
+            tree = self._propose_by_pass(batch, sequences, counts, K)
+        for sequence, num_entries in zip(sequences, counts, strict=True):
+            row = self._rows[sequence]
+            self._cache.advance(row.cache_row, num_entries)
+            row.pending = row.pending[:0]
+        return tree if len(active) == len(batch) else spread(tree, batch.roots, torch.tensor(active).to(batch.device))
 
     def commit(
         self, batch: Batch, tree: CandidateTree, acceptance: Acceptance, features: Mapping[int, torch.Tensor]
     ) -> None:
         """The accepted path's features wait to be entered."""
-        nodes = acceptance.path.clamp(min=0)[:, :, None]
-        taken = [features[name].gather(1, nodes.expand(-1, -1, features[name].shape[-1])) for name in self.features]
-        fused = self.head.fuse(taken)  # [B, K + 1, E]
+        taken = torch.cat([features[name] for name in self.features], dim=-1)  # [B, K + 1, number of them * E]
         for b, sequence in enumerate(batch.sequences):
             row = self._rows[sequence]
             num_new = sequence.row.length - row.cache_row.length - len(row.pending)
-            row.pending = torch.cat([row.pending, fused[b, :num_new]])
+            new = taken[b, :num_new]
+            row.pending = torch.cat([row.pending, new]) if len(row.pending) else new
 
-    def _catch_up(self, batch: Batch, index: torch.Tensor, rows: list[_Row]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Enter the pending features; the outputs [A, 1, E] of each row's last entry, the one with the root's embedding."""
-        counts = [len(row.pending) for row in rows]
-        N = max(counts)
-        hidden = torch.nn.utils.rnn.pad_sequence([row.pending for row in rows], batch_first=True)  # [A, N, E]
-        first = torch.tensor([row.cache_row.length for row in rows]).to(batch.device)
-        count = torch.tensor(counts).to(batch.device)
-        offsets = torch.arange(N, device=batch.device)
-        tokens = batch.history[index].gather(1, first[:, None] + 1 + offsets)
-        tokens = torch.where(offsets < count[:, None], tokens, -1)
-        entries = chain(tokens[:, 0], tokens[:, 1:])
-        outputs = self._enter(entries, [row.cache_row for row in rows], hidden, N)
-        for row, num_entries in zip(rows, counts, strict=True):
-            self._cache.advance(row.cache_row, num_entries)
-            row.pending = row.pending[:0]
-        last = (count - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
-        normed, fed = (output.gather(1, last) for output in outputs)
-        return normed, fed
+    def _propose_by_pass(self, batch: Batch, sequences: list[Sequence], counts: list[int], depth: int) -> CandidateTree:
+        rows = [self._rows[sequence].cache_row for sequence in sequences]
+        num_entries = max(counts)
+        self._cache.reserve(rows, num_entries + self.width * depth)
+        # The host counts with where rows lie, so that it is told what is entered in between.
+        places = self._cache.locate(rows)
+        later = [replace(row, length=row.length + count) for row, count in zip(rows, counts, strict=True)]
+        ids = self._waiting_ids(sequences, counts, num_entries).to(batch.device)
+        return self._draft(places, self._cache.locate(later), ids, self._waiting(sequences, num_entries), depth)
+
+    def _propose_by_graph(
+        self, batch: Batch, sequences: list[Sequence], counts: list[int], depth: int
+    ) -> CandidateTree | None:
+        """The whole proposal as one CUDA graph, where there is one."""
+        graphs = self._target.graphs
+        num_rows = bucket(len(sequences), ROW_BUCKETS)
+        num_entries = bucket(max(self.num_draft_tokens + 1, *counts), NODE_BUCKETS)
+        if graphs is None or num_rows is None or num_entries is None:
+            return None
+        rows = [self._rows[sequence].cache_row for sequence in sequences]
+        self._cache.reserve(rows, num_entries + self.width * depth)
+        # Rows that are filled up with do what the last one does.
+        num_more = num_rows - len(rows)
+        filled = rows + [rows[-1]] * num_more
+        ids, waiting = self._waiting_ids(sequences, counts, num_entries), self._waiting(sequences, num_entries)
+        if num_more:
+            ids, waiting = (torch.cat([each, each[-1:].expand(num_more, *each.shape[1:])]) for each in (ids, waiting))
+
+        def run(numbers: torch.Tensor, ids: torch.Tensor, waiting: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            places = Places.unpack(numbers)
+            tree = self._draft(places, places.advanced((ids[:, 1:] >= 0).sum(1)), ids, waiting, depth)
+            assert tree.scores is not None
+            return torch.stack([tree.tokens, tree.parents, tree.depths]), tree.scores
+
+        numbers = self._cache.pack(filled, column_bucket(max(len(row.blocks) for row in rows)))
+        key = ("eagle", self._cache.serial, depth, self.width, self.num_nodes)
+        nodes, scores = graphs(key, run, (numbers, ids, waiting))
+        tokens, parents, depths = nodes[:, : len(rows)]
+        return CandidateTree(tokens, parents, depths, max_depth=min(depth, tokens.shape[1] - 1), scores=scores[: len(rows)])
+
+    def _waiting_ids(self, sequences: list[Sequence], counts: list[int], num_entries: int) -> torch.Tensor:
+        """Host tensor [A, 1 + num_entries]: the root, then the tokens whose embeddings the entries need, -1 past them."""
+        ids = []
+        for sequence, count in zip(sequences, counts, strict=True):
+            first = self._rows[sequence].cache_row.length + 1
+            tokens = sequence.tokens_between(first, first + count)
+            # The last entry carries the root's embedding.
+            ids.append([tokens[-1], *tokens, *[-1] * (num_entries - count)])
+        return torch.tensor(ids)
+
+    def _waiting(self, sequences: list[Sequence], num_entries: int) -> torch.Tensor:
+        """[A, num_entries, number of features * E], zeros past a row's own."""
+        rows = [self._rows[sequence].pending for sequence in sequences]
+        waiting = rows[0].new_zeros(len(rows), num_entries, rows[0].shape[1])
+        for row, pending in zip(waiting, rows, strict=True):
+            row[: len(pending)] = pending
+        return waiting
+
+    def _draft(self, places: Places, later: Places, ids: torch.Tensor, waiting: torch.Tensor, depth: int) -> CandidateTree:
+        """Enter what waits, then grow a tree: device work alone.
+
+        Args:
+            places, later: where the rows lie before and after what waits is entered.
+            ids: as `_waiting_ids` gives them.
+        """
+        roots, tokens = ids[:, 0], ids[:, 1:]
+        outputs = self._enter(chain(tokens[:, 0], tokens[:, 1:]), places, self._fuse(waiting), tokens.shape[1])
+        last = ((tokens >= 0).sum(1) - 1)[:, None, None].expand(-1, 1, outputs[0].shape[-1])
+        normed, fed = (output.gather(1, last) for output in outputs)  # [A, 1, E] each
+        output = self._output_layer
+
+        def run(nodes: CandidateTree, num_new: int, parent: torch.Tensor) -> torch.Tensor:
+            nonlocal normed, fed
+            hidden = fed.gather(1, parent[:, :, None].expand(-1, -1, fed.shape[-1]))
+            normed, fed = self._enter(nodes, later, hidden, num_new)
+            return output(normed)
+
+        return grow(
+            roots,
+            output(normed),
+            run,
+            depth=depth,
+            width=self.width,
+            num_nodes=self.num_nodes,
+            token_ids=self._draft_ids,
+        )
+
+    def _fuse(self, waiting: torch.Tensor) -> torch.Tensor:
+        """[A, N, E] from features side by side."""
+        return self.head.fuse(list(waiting.chunk(len(self.features), dim=-1)))
 
     def _enter(
-        self, entries: CandidateTree, rows: list[CacheRow], hidden: torch.Tensor, num_new: int
+        self, entries: CandidateTree, places: Places, hidden: torch.Tensor, num_new: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the head over the last `num_new` of `entries`, whose KV goes to the rows' scratch slots."""
-        self._cache.reserve(rows, entries.num_nodes)
-        layout, write_slots = self._cache.layout(rows, entries, num_new)
+        layout, write_slots = self._cache.layout(places, entries, num_new)
         keys, values = self._cache.keys[0], self._cache.values[0]
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

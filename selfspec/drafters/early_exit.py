@@ -119,7 +119,7 @@ class EarlyExitDrafter(Drafter):
         if self._drafted is None or tree.origins is None:
             return super().verify(target, batch, tree)
         E = self.exit_layer
-        batch.cache.arrange(batch.rows, tree.origins, num_layers=E)
+        batch.cache.arrange(batch.cache.locate(batch.rows), tree.origins, num_layers=E)
         hidden = self._drafted.gather(1, tree.origins[:, :, None].expand(-1, -1, self._drafted.shape[-1]))
         return self._split.resume(tree, batch.rows, batch.cache, hidden)
 
@@ -127,9 +127,7 @@ class EarlyExitDrafter(Drafter):
         self, batch: Batch, tree: CandidateTree, acceptance: Acceptance, features: Mapping[int, torch.Tensor]
     ) -> None:
         """The accepted path's hidden states wait to be entered; the root's may have been."""
-        path = acceptance.path.clamp(min=0)[:, :, None]
-        hidden = features[self.exit_layer]
-        taken = hidden.gather(1, path.expand(-1, -1, hidden.shape[-1]))  # [B, K + 1, E]
+        taken = features[self.exit_layer]
         for b, sequence in enumerate(batch.sequences):
             row = self._rows[sequence]
             num_nodes = sequence.row.length - row.num_committed

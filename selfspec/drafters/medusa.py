@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from selfspec.drafters.base import Drafter
+from selfspec.graphs import ROW_BUCKETS, bucket
 from selfspec.heads.medusa import MedusaHead
 from selfspec.packing import can_pack, pack_linear_layers
 from selfspec.target import FINAL, Target
@@ -45,6 +46,7 @@ class MedusaDrafter(Drafter):
         name: str = "medusa",
     ) -> None:
         self.name = name
+        self._target = target
         self.head = head.to(target.device, target.dtype)
         self.lm_head = target.model.get_output_embeddings()
         self._embed = target.model.get_input_embeddings()
@@ -72,24 +74,50 @@ class MedusaDrafter(Drafter):
         rows = [self._last[sequence] for sequence in batch.sequences]
         blank = torch.zeros(self._hidden_size, dtype=self._dtype, device=batch.device)
         hidden = torch.stack([blank if row is None else row for row in rows])  # [B, E]
-        roots = self._embed(batch.roots)
-        log_probs = self.head(hidden, roots, self.lm_head, num_draft_tokens).float().log_softmax(-1)  # [B, K, V]
-        best = log_probs.topk(self.width, dim=-1)
-        grower = TreeGrower(batch.roots, width=self.num_nodes)
-        beam = 1
-        for depth in range(best.values.shape[1]):
-            shape = (len(batch), beam, self.width)
-            tokens, _ = grower.expand(best.indices[:, depth, None].expand(shape), best.values[:, depth, None].expand(shape))
-            beam = tokens.shape[1]
+        roots = batch.roots
+        tree = self._propose_by_graph(hidden, roots, num_draft_tokens) or self._draft(hidden, roots, num_draft_tokens)
+        if all(row is not None for row in rows):
+            return tree
         is_active = torch.tensor([row is not None for row in rows]).to(batch.device)
-        return grower.tree(self.num_nodes, is_active)
+        return tree.limit_depth(torch.where(is_active, tree.max_depth, 0))
+
+    def _propose_by_graph(self, hidden: torch.Tensor, roots: torch.Tensor, depth: int) -> CandidateTree | None:
+        """`_draft` as a CUDA graph, where there is one."""
+        graphs, num_rows = self._target.graphs, bucket(len(roots), ROW_BUCKETS)
+        if graphs is None or num_rows is None:
+            return None
+
+        def run(hidden: torch.Tensor, roots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            tree = self._draft(hidden, roots, depth)
+            assert tree.scores is not None
+            return torch.stack([tree.tokens, tree.parents, tree.depths]), tree.scores
+
+        B = len(roots)
+        if num_rows > B:
+            hidden, roots = (torch.cat([each, each[-1:].expand(num_rows - B, *each.shape[1:])]) for each in (hidden, roots))
+        nodes, scores = graphs(("medusa", id(self), depth), run, (hidden, roots))
+        tokens, parents, depths = nodes[:, :B]
+        return CandidateTree(tokens, parents, depths, max_depth=min(depth, tokens.shape[1] - 1), scores=scores[:B])
+
+    def _draft(self, hidden: torch.Tensor, roots: torch.Tensor, depth: int) -> CandidateTree:
+        """The tree from the features [B, E] and the roots [B]: device work alone."""
+        embedded = self._embed(roots)
+        log_probs = self.head(hidden, embedded, self.lm_head, depth).float().log_softmax(-1)  # [B, K, V]
+        best = log_probs.topk(self.width, dim=-1)
+        grower = TreeGrower(roots, width=self.num_nodes)
+        beam = 1
+        for level in range(best.values.shape[1]):
+            shape = (len(roots), beam, self.width)
+            tokens, _ = grower.expand(best.indices[:, level, None].expand(shape), best.values[:, level, None].expand(shape))
+            beam = tokens.shape[1]
+        return grower.tree(self.num_nodes)
 
     def commit(
         self, batch: Batch, tree: CandidateTree, acceptance: Acceptance, features: Mapping[int, torch.Tensor]
     ) -> None:
         """Keep the feature of the last accepted node: the token before the new root."""
-        last = acceptance.path.gather(1, acceptance.num_accepted[:, None])[:, 0]
         hidden = features[FINAL]
-        hidden = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[-1]))[:, 0]
+        last = acceptance.num_accepted[:, None, None].expand(-1, 1, hidden.shape[-1])
+        hidden = hidden.gather(1, last)[:, 0]
         for sequence, row in zip(batch.sequences, hidden, strict=True):
             self._last[sequence] = row

@@ -61,11 +61,15 @@ def read_eagle3(checkpoint: Checkpoint, target: Target, identity: TargetIdentity
         raise checkpoint.refuse("eagle_config.use_aux_hidden_state is false: selfspec's EAGLE-3 heads fuse several layers")
     features = conventions.feature_layers or _features(checkpoint, dialect, identity)
     size = _draft_vocabulary(state, checkpoint, layer_config, target)
+    has_lm_head = not _is_targets_lm_head(state, target)
+    if not has_lm_head:
+        del state["lm_head.weight"]
     head = EagleHead(
         EagleConfig(
             target=identity,
             feature_layers=features,
             draft_vocab_size=size,
+            has_lm_head=has_lm_head,
             has_fc_norm="fc_norm.0.weight" in state,
             has_input_norm="input_norm.weight" in state,
             feeds_normed=bool(config.get("norm_output", False)),
@@ -89,6 +93,11 @@ def write_eagle3(head: EagleHead, target: Target, dialect: str, directory: str) 
         raise ValueError(f"{dialect} cannot express this head: {error}") from error
     state = head.state_dict()
     offsets = state.pop("d2t")
+    # Engines want an LM head in the file.
+    output: Any = head.output_layer(target.model.get_output_embeddings())
+    if getattr(output, "bias", None) is not None:
+        raise ValueError(f"{dialect} cannot express this head: the LM head that it shares with the target has a bias")
+    state["lm_head.weight"] = output.weight.detach().to("cpu", head.fc.weight.dtype)
     state = with_all_biases(state, LAYER)
     tensors = {re.sub(f"^{re.escape(LAYER)}", facts.layer, name): value for name, value in state.items()}
     if config.draft_vocab_size < config.target.vocab_size:
@@ -163,7 +172,7 @@ def _draft_vocabulary(
     all_tokens = layer_config.get("vocab_size") or target.vocab_size
     size = checkpoint.config.get("draft_vocab_size")
     if "lm_head.weight" not in state:
-        # Engines take the target's then; a head here has its own, which begins as a copy.
+        # Engines take the target's then.
         if layer_config.get("tie_word_embeddings"):
             shared = target.model.get_input_embeddings()
         elif size is None:
@@ -191,6 +200,13 @@ def _draft_vocabulary(
     if can_draft is not None and not torch.equal(can_draft.nonzero().flatten(), ids.sort().values):
         raise checkpoint.refuse("t2d and d2t name different tokens: one of them is of another checkpoint")
     return size
+
+
+def _is_targets_lm_head(state: dict[str, torch.Tensor], target: Target) -> bool:
+    """Whether the LM head is the target's rows of the draft vocabulary, which need not be stored."""
+    output, weight = target.model.get_output_embeddings(), state["lm_head.weight"]
+    rows = output.weight.detach().cpu()[state["d2t"] + torch.arange(len(weight))]
+    return getattr(output, "bias", None) is None and torch.equal(rows.to(weight.dtype), weight)
 
 
 def _check_flags(checkpoint: Checkpoint, config: EagleConfig, eagle_config: dict[str, Any]) -> None:

@@ -89,12 +89,13 @@ def eagle_loss(
     teacher = Teacher.of(final, lm_head, teach_mask, position_ids, draft_ids)
     attend = unrolled_attention(position_ids, head.config.head_dim**-0.5, num_steps)
     hidden = head.fuse(features)
+    output = head.output_layer(lm_head)
     total = hidden.new_zeros((), dtype=torch.float32)
     metrics = {}
     for step in range(num_steps):
         normed, hidden = head(hidden, embed(_shifted(input_ids, 1 + step)), position_ids + step, attend)
         batch, time, labels = teacher.rows(teach_mask, position_ids, 2 + step)
-        loss, num_hits = cross_entropy(normed[batch, time], head.lm_head, teacher.logits, labels)
+        loss, num_hits = cross_entropy(normed[batch, time], output, teacher.logits, labels)
         total = total + decay**step * loss
         metrics[f"accuracy_{step + 1}"] = num_hits / max(1, len(labels))
     return total, metrics

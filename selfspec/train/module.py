@@ -36,6 +36,9 @@ class HeadTraining(nn.Module):
         self.metrics: dict[str, torch.Tensor] = {}
         # Not as an attribute of a module, which would register their parameters.
         self.__dict__["target"] = target
+        if isinstance(head, EagleHead) and target.device.type == "cuda":
+            # Its many small operations would keep the host busier than the GPU.
+            head.compile()
         self.__dict__["student"] = head.student(target.model) if isinstance(head, EarlyExitHead) else None
 
     @property
@@ -81,11 +84,12 @@ class HeadTraining(nn.Module):
         head, rows = self.head, (input_ids, loss_mask, position_ids)
         lm_head = target.model.get_output_embeddings()
         embedding = target.model.get_input_embeddings()
-        # The head trains in float32 (or under autocast), whatever the target's dtype.
-        features = [states[name].float() for name in head.features]
+        # The head trains in float32 (or under autocast), whatever the target's dtype; FSDP gives it lower precision.
+        dtype = next(head.parameters()).dtype
+        features = [states[name].to(dtype) for name in head.features]
 
         def embed(tokens: torch.Tensor) -> torch.Tensor:
-            return embedding(tokens).float()
+            return embedding(tokens).to(dtype)
 
         if isinstance(head, MedusaHead):
             return medusa_loss(head, features[0], lm_head, embed, *rows, self.decay)

@@ -64,6 +64,8 @@ class _FlexAttention:
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
 
+    # A compiled head stops here: each step has one more entry to attend to, and would be compiled anew.
+    @torch.compiler.disable
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         self.keys.append(key)
         self.values.append(value)

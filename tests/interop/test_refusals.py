@@ -110,7 +110,7 @@ def test_what_the_config_says_beyond_us_is_named(
         import_head(str(eagle_folder), target)
 
 
-def test_lm_heads_that_engines_share_are_copied(eagle_folder: Path, target: Target) -> None:
+def test_lm_heads_that_engines_share_are_the_targets_rows(eagle_folder: Path, target: Target) -> None:
     """A config without draft_vocab_size leaves the LM head to the target, one with tied embeddings to the embedding."""
     for name in ("d2t", "t2d", "lm_head.weight"):
         change(eagle_folder, without=name, draft_vocab_size=None)
@@ -118,7 +118,9 @@ def test_lm_heads_that_engines_share_are_copied(eagle_folder: Path, target: Targ
         change(eagle_folder, tie_word_embeddings=tie)
         head = import_head(str(eagle_folder), target)
         assert isinstance(head, EagleHead) and head.config.draft_vocab_size == target.vocab_size
-        assert torch.equal(head.lm_head.weight, module.weight) and not head.d2t.any()
+        output = target.model.get_output_embeddings()
+        assert head.config.has_lm_head is (module is not output)
+        assert torch.equal(head.output_layer(output).weight, module.weight) and not head.d2t.any()
 
 
 def test_a_pickle_is_read_as_weights_alone(eagle_folder: Path, target: Target, tmp_path: Path) -> None:

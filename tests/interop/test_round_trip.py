@@ -39,6 +39,7 @@ EAGLE3_CASES: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "3.1": ({}, EVERYWHERE, ""),
     "3.0": ({"has_fc_norm": False, "feeds_normed": False}, EVERYWHERE, ""),
     "fc-norm-alone": ({"feeds_normed": False}, EVERYWHERE, ""),
+    "targets-lm-head": ({"has_lm_head": False}, EVERYWHERE, ""),
     "all-tokens": ({"draft_vocab_size": 61}, EVERYWHERE, ""),
     "input-norm": ({"has_fc_norm": False, "has_input_norm": True}, EVERYWHERE, ""),
     "both-norms": ({"has_input_norm": True}, (), "both has_fc_norm and has_input_norm"),

@@ -27,6 +27,7 @@ Flags = Callable[..., list[str]]
     [
         ("medusa", "", "medusa"),
         ("eagle", "--feature_layers 0 1 2 --draft_vocab_size 64", "eagle"),
+        ("eagle", "--feature_layers 0 2 --draft_vocab_size 64 --train_lm_head", "eagle"),
         ("eagle", "--version 1", "eagle"),
         ("early_exit", "--exit_layer 1", "early_exit"),
         ("early_exit", "--exit_layer 1 --lora_rank 2 --blocks 0", "early_exit"),

@@ -1,0 +1,143 @@
+"""CUDA graphs: device work that is launched as a whole, without the host's time for each kernel.
+
+A function of tensors is captured once for each key and shape of its arguments, the second time that it comes. Later calls
+copy the arguments to where the graph reads them and replay it. What cannot be captured (a modeling file that asks the
+device, memory that has run out) runs as it is, and that is said once.
+
+Graphs share one pool of memory, since they never run at the same time. So a result that is not copied out stays only until
+another graph runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+Function = Callable[..., tuple[torch.Tensor, ...]]
+
+# Sizes that a number of rows or nodes is rounded up to, so that few graphs serve all.
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+NODE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+DEPTH_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 127)
+# The fewest columns of a block table in a graph.
+MIN_COLUMNS = 64
+
+
+def bucket(size: int, buckets: Sequence[int]) -> int | None:
+    """The least bucket that holds `size`, None where none does."""
+    return next((each for each in buckets if each >= size), None)
+
+
+def column_bucket(num_columns: int) -> int:
+    """The columns of a block table in a graph: a power of two."""
+    return max(MIN_COLUMNS, 1 << (num_columns - 1).bit_length())
+
+
+@dataclass
+class _Entry:
+    """A captured function: where its arguments go, and where its results are."""
+
+    graph: Any
+    inputs: list[torch.Tensor]
+    outputs: tuple[torch.Tensor, ...]
+    num_bytes: int
+
+
+class Graphs:
+    """The graphs of one device.
+
+    Args:
+        max_bytes: what graphs may hold in memory together; beyond it the one unused for longest goes.
+        is_rehearsal: do not capture, but treat arguments and results alike: for tests, on any device.
+    """
+
+    def __init__(self, device: torch.device, *, max_bytes: int | None = None, is_rehearsal: bool = False) -> None:
+        self.device = device
+        self.is_rehearsal = is_rehearsal
+        if max_bytes is None:
+            max_bytes = 0 if is_rehearsal else torch.cuda.get_device_properties(device).total_memory // 10
+        self.max_bytes = max_bytes
+        # Calls that compiled kernels or captured a graph, and took long for it.
+        self.num_set_up = 0
+        self._pool: Any = None if is_rehearsal else torch.cuda.graph_pool_handle()
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._seen: set[Hashable] = set()
+        self._refused: set[Hashable] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        """What captured graphs hold in memory."""
+        return sum(entry.num_bytes for entry in self._entries.values())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __call__(
+        self, key: Hashable, function: Function, inputs: Sequence[torch.Tensor], *, num_kept: int | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """`function(*inputs)`, by a graph where there is one.
+
+        Args:
+            key: names the function and everything that it depends on beside `inputs`: numbers, addresses.
+            function: work on the device alone, which may be repeated; its results are tensors.
+            inputs: on the device, or small ones on the host.
+            num_kept: that many results, the first ones, are the caller's; the others stay until another graph runs. All by
+                default.
+        """
+        full_key = (key, *((tuple(each.shape), each.dtype) for each in inputs))
+        entry = self._entries.get(full_key)
+        if entry is None:
+            if full_key not in self._seen or full_key in self._refused:
+                # Once as it is: kernels are compiled and libraries set up. A shape that never returns costs no graph.
+                self.num_set_up += full_key not in self._seen
+                self._seen.add(full_key)
+                return function(*(each.to(self.device) for each in inputs))
+            self.num_set_up += 1
+            entry = self._capture(full_key, function, inputs)
+            if entry is None:
+                return function(*(each.to(self.device) for each in inputs))
+        self._entries.move_to_end(full_key)
+        for static, given in zip(entry.inputs, inputs, strict=True):
+            static.copy_(given, non_blocking=True)
+        if self.is_rehearsal:
+            # What another graph left may be overwritten by now.
+            for other in self._entries.values():
+                for result in other.outputs:
+                    result.fill_(torch.nan if result.is_floating_point() else -7)
+            for static, fresh in zip(entry.outputs, function(*entry.inputs), strict=True):
+                static.copy_(fresh)
+        else:
+            entry.graph.replay()
+        num_kept = len(entry.outputs) if num_kept is None else num_kept
+        return (*(each.clone() for each in entry.outputs[:num_kept]), *entry.outputs[num_kept:])
+
+    def _capture(self, key: Hashable, function: Function, inputs: Sequence[torch.Tensor]) -> _Entry | None:
+        static = [each.to(self.device, copy=True).contiguous() for each in inputs]
+        if self.is_rehearsal:
+            entry = _Entry(None, static, tuple(each.clone() for each in function(*static)), 0)
+            self._entries[key] = entry
+            return entry
+        before = torch.cuda.memory_reserved(self.device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            torch.cuda.synchronize(self.device)
+            with torch.cuda.graph(graph, pool=self._pool):
+                outputs = function(*static)
+        except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
+            self._refused.add(key)
+            reason = str(error).strip().partition("\n")[0]
+            logger.warning("a pass is launched kernel by kernel, which is slower: no CUDA graph of it (%s)", reason)
+            torch.cuda.synchronize(self.device)
+            return None
+        entry = _Entry(graph, static, outputs, max(torch.cuda.memory_reserved(self.device) - before, 0))
+        self._entries[key] = entry
+        while self.num_bytes > self.max_bytes and len(self._entries) > 1:
+            self._entries.popitem(last=False)
+        return entry

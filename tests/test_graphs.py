@@ -1,0 +1,92 @@
+"""Steps through CUDA graphs, rehearsed on the CPU: fixed shapes, fixed addresses, results that the next graph overwrites."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support import OracleTreeDrafter, random_prompts, tiny_target
+from test_heads import eagle_head, identity
+
+from selfspec import SamplingParams, Target, generate
+from selfspec.drafters import Drafter, DraftModelDrafter, EagleDrafter, MedusaDrafter, NgramDrafter
+from selfspec.graphs import DEPTH_BUCKETS, NODE_BUCKETS, Graphs, bucket, column_bucket
+from selfspec.heads.medusa import MedusaConfig, MedusaHead
+from selfspec.target import GraphShape
+from selfspec.tree import chain, from_parents
+
+
+def medusa(target: Target) -> MedusaDrafter:
+    torch.manual_seed(2)
+    head = MedusaHead(MedusaConfig(target=identity(target), num_heads=3, has_output_layer=True))
+    return MedusaDrafter(target, head, num_nodes=7, width=3)
+
+
+def answers(target: Target) -> dict[tuple[int, ...], list[int]]:
+    sampling = SamplingParams(max_new_tokens=50, ignore_eos=True)
+    return {tuple(prompt): generate(target, [prompt], sampling=sampling)[0].token_ids for prompt in PROMPTS}
+
+
+PROMPTS = random_prompts(5, (1, 40))
+DRAFTERS: dict[str, Callable[[Target], Drafter | None]] = {
+    "none": lambda target: None,
+    "ngram": lambda target: NgramDrafter(5),
+    "eagle": lambda target: EagleDrafter(
+        target, eagle_head(target, feature_layers=(1, 2)), num_draft_tokens=4, num_nodes=10, width=3
+    ),
+    "medusa": medusa,
+    "draft_model": lambda target: DraftModelDrafter(tiny_target("llama"), target.vocab_size, width=2, num_nodes=6),
+    # Deep trees whose accepted paths lie scattered.
+    "oracle": lambda target: OracleTreeDrafter(answers(target)),
+}
+
+
+@pytest.mark.parametrize("max_batch", [1, 3])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_rehearsed_run_emits_what_a_run_without_graphs_does(name: str, max_batch: int) -> None:
+    target = tiny_target("llama")
+    greedy = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    for sampling in (greedy, SamplingParams(max_new_tokens=20, temperature=0.9, seed=3)):
+        target.graphs = None
+        options = {"sampling": sampling, "batch_size": max_batch, "use_cost_guard": False}
+        plain = generate(target, PROMPTS, drafter=DRAFTERS[name](target), **options)
+        target.graphs = Graphs(target.device, is_rehearsal=True)
+        rehearsed = generate(target, PROMPTS, drafter=DRAFTERS[name](target), **options)
+        assert len(target.graphs) > 0
+        for ours, theirs in zip(rehearsed, plain, strict=True):
+            assert ours.token_ids == theirs.token_ids
+            assert ours.num_target_passes == theirs.num_target_passes
+
+
+def test_a_tree_is_padded_with_what_can_change_nothing() -> None:
+    tree = from_parents(torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, 0]]))
+    shape = GraphShape.of(tree, [None])  # type: ignore[list-item]
+    assert shape == GraphShape(num_rows=1, num_nodes=4, max_depth=1, is_chain=False)
+    tokens, parents, depths = shape.pad(tree)
+    assert tokens.tolist() == [[5, 6, 7, -1]] and parents.tolist() == [[-1, 0, 0, -1]] and depths.tolist() == [[0, 1, 1, 0]]
+    one = chain(torch.tensor([3, 4, 9]))
+    shape = GraphShape.of(one, [None] * 3)  # type: ignore[list-item]
+    assert shape == GraphShape(num_rows=4, num_nodes=1, max_depth=0, is_chain=True)
+    assert shape.pad(one)[0].tolist() == [[3], [4], [9], [9]]
+
+
+def test_buckets() -> None:
+    assert bucket(5, NODE_BUCKETS) == 8 and bucket(129, NODE_BUCKETS) is None and bucket(0, DEPTH_BUCKETS) == 0
+    assert column_bucket(3) == 64 and column_bucket(65) == 128
+
+
+def test_results_stay_with_the_caller_as_far_as_was_asked() -> None:
+    graphs = Graphs(torch.device("cpu"), is_rehearsal=True)
+    double = lambda x: (x * 2, x * 3)  # noqa: E731
+    calls = [graphs("double", double, [torch.full((2,), float(i))], num_kept=1) for i in range(4)]
+    assert [call[0].tolist() for call in calls] == [[2.0 * i] * 2 for i in range(4)]
+    # Once as it is, then captured: the last results that were not kept are those of the newest call.
+    assert calls[0][1].tolist() == [0.0, 0.0] and calls[1][1] is calls[3][1]
+    graphs("other", double, [torch.zeros(2)])
+    graphs("other", double, [torch.zeros(2)])
+    assert calls[3][1].isnan().all() and calls[3][0].tolist() == [6.0, 6.0]
+    # Another shape is another graph.
+    assert len(graphs) == 2
+    graphs("double", double, [torch.zeros(3)])
+    assert graphs("double", double, [torch.ones(3)])[0].tolist() == [2.0] * 3 and len(graphs) == 3
