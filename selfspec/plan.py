@@ -26,8 +26,10 @@ from selfspec.estimate import (
 )
 from selfspec.sizes import DraftSize, ModelSize
 
-# What a process needs on a card beside weights, KV and activations: the CUDA context, the libraries' workspaces, graphs.
+# What a process needs on a card beside all that is counted: the CUDA context and the libraries' workspaces.
 RUNTIME_BYTES = 1 << 30
+# Of the card's memory, what CUDA graphs may hold (see `selfspec.graphs`).
+GRAPHS_SHARE = 0.1
 # The longest piece of a prompt that one pass reads.
 PREFILL_CHUNK = 512
 
@@ -198,7 +200,7 @@ def make_plan(
     num_nodes = max(choices, key=lambda each: each.speedup).num_nodes
 
     def total(num_rows: int, num_tokens: int) -> int:
-        return sum(memory_of(target, draft, num_rows=num_rows, num_tokens=num_tokens, num_nodes=num_nodes).values())
+        return sum(memory_of(target, draft, card, num_rows=num_rows, num_tokens=num_tokens, num_nodes=num_nodes).values())
 
     return Plan(
         target=target.name,
@@ -208,7 +210,7 @@ def make_plan(
         dtype=str(target.dtype).removeprefix("torch."),
         batch_size=batch_size,
         context=context,
-        memory=memory_of(target, draft, num_rows=batch_size, num_tokens=context, num_nodes=num_nodes),
+        memory=memory_of(target, draft, card, num_rows=batch_size, num_tokens=context, num_nodes=num_nodes),
         largest_batch=_largest(lambda rows: total(rows, context) <= card.memory, 1 << 20),
         largest_context=_largest(lambda tokens: total(batch_size, tokens) <= card.memory, target.context_length),
         acceptance=acceptance.source,
@@ -217,10 +219,10 @@ def make_plan(
 
 
 def memory_of(
-    target: ModelSize, draft: DraftSize | None, *, num_rows: int, num_tokens: int, num_nodes: int
+    target: ModelSize, draft: DraftSize | None, card: Card, *, num_rows: int, num_tokens: int, num_nodes: int
 ) -> dict[str, int]:
-    """Bytes by what they are for. The last entry allows for what is not counted one by one: the process on the card
-    (`RUNTIME_BYTES`), and the activations and logits of the largest pass."""
+    """Bytes by what they are for. The last two allow for what is not known exactly: the most that CUDA graphs may hold; the
+    process on the card (`RUNTIME_BYTES`) with the activations and logits of the largest pass."""
     text = target.config.get_text_config()
     itemsize = target.dtype.itemsize
     num_slots = {"num_rows": num_rows, "num_tokens": num_tokens + num_nodes}
@@ -233,7 +235,8 @@ def memory_of(
         "KV cache": kv_bytes(target.kv_shape.bytes_per_token(target.dtype), **num_slots),
         "draft weights": draft.weight_bytes if draft else 0,
         "draft KV cache": kv_bytes(draft.kv_bytes_per_token if draft else 0, **num_slots),
-        "activations, graphs, runtime": RUNTIME_BYTES + activations,
+        "CUDA graphs, at most": round(GRAPHS_SHARE * card.memory),
+        "activations, runtime": RUNTIME_BYTES + activations,
     }
 
 

@@ -20,7 +20,7 @@ from selfspec.cards import Card
 from selfspec.estimate import TreeGain, distinct_experts, pass_seconds
 from selfspec.heads import HEADS
 from selfspec.heads.base import CONFIG_NAME, DraftHead, find_head, read_config
-from selfspec.heads.eagle import Eagle1Config, EagleHead
+from selfspec.heads.eagle import Eagle1Config, EagleConfig, EagleHead
 from selfspec.heads.early_exit import EarlyExitConfig
 from selfspec.heads.medusa import MedusaConfig
 from selfspec.hub import HEAD_TYPES, is_head, shipped_heads
@@ -233,6 +233,11 @@ def _head_size(spec: str, folder: Path, target: ModelSize) -> DraftSize:
     if isinstance(config, Eagle1Config):
         shape = KVShape(1, config.num_kv_heads, config.head_dim, config.head_dim)
         num_parameters = _with_output(head, target, has_own=isinstance(head, EagleHead))
+        if isinstance(config, EagleConfig) and not config.has_lm_head:
+            # It drafts with a copy of the target's rows.
+            num_copied = config.draft_vocab_size * config.target.hidden_size
+            num_parameters += num_copied
+            size = replace(size, weight_bytes=size.weight_bytes + num_copied * itemsize)
         size = replace(size, depth=6, num_nodes=16)
         num_heads = config.num_heads
     else:

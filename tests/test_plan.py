@@ -19,7 +19,7 @@ from selfspec.estimate import expected_tokens, kv_bytes
 from selfspec.heads.eagle import Eagle1Config, EagleConfig, EagleHead
 from selfspec.heads.early_exit import DistilledDraft, EarlyExitHead
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
-from selfspec.hub import identity, load_head
+from selfspec.hub import identity, load_head, shipped_heads
 from selfspec.plan import NOTHING_DRAFTED, assumed_rates, card_acceptance, make_plan, measured_length
 from selfspec.sizes import DraftSize, ModelSize, draft_size, kv_shape_of
 
@@ -112,6 +112,17 @@ def test_a_head_takes_what_it_takes_once_loaded(kind, size, target, heads):
     assert found.depth >= drafter.num_draft_tokens
 
 
+def test_rows_of_the_targets_lm_head_are_a_copy(size, target, tmp_path):
+    layer = Eagle1Config.layer_shape(target.config)
+    shape = {"target": identity(target), "feature_layers": (0, 1), "draft_vocab_size": 100, **layer}
+    sizes = []
+    for has_lm_head in (True, False):
+        head = EagleHead(EagleConfig(has_lm_head=has_lm_head, **shape))
+        head.save_pretrained(tmp_path / str(has_lm_head))
+        sizes.append(draft_size(f"eagle:{tmp_path / str(has_lm_head)}", size))
+    assert sizes[0].weight_bytes == sizes[1].weight_bytes and sizes[0].forward == sizes[1].forward
+
+
 def test_the_targets_first_layers_are_no_weights_of_their_own(size, target):
     found = draft_size("truncated:1", size)
     assert found.weight_bytes == 0
@@ -191,6 +202,13 @@ def test_a_card_says_what_it_measured():
     assert card_acceptance(length, depth=2).trees == card_acceptance(length).trees[:3]
     with pytest.raises(ValueError, match="give --alpha"):
         card_acceptance(DraftSize("x", card="# Nothing measured"))
+
+
+@pytest.mark.parametrize("head", shipped_heads(), ids=lambda folder: folder.name)
+def test_every_shipped_head_has_a_card_that_can_be_read(head):
+    draft = DraftSize(head.name, card=(head / "README.md").read_text(encoding="utf-8"))
+    best = card_acceptance(draft).trees[-1]
+    assert best.num_nodes == 32 and 1.9 < best.expected_tokens < best.depth + 1
 
 
 @pytest.mark.parametrize(
