@@ -133,7 +133,7 @@ class Server:
             except Exception as error:
                 news.put(error)
             finally:
-                loop.close()
+                loop.run_until_complete(loop.shutdown_asyncgens())
 
         thread = threading.Thread(target=run, name="selfspec-streams", daemon=True)
         thread.start()
@@ -149,9 +149,10 @@ class Server:
                     raise item
                 yield item
         finally:
-            if thread.is_alive():
-                loop.call_soon_threadsafe(task.cancel)
+            # Nothing happens where the task is done: the loop is closed only here.
+            loop.call_soon_threadsafe(task.cancel)
             thread.join()
+            loop.close()
 
     async def _follow_all(self, calls: Mapping[str, Call], news: queue.SimpleQueue[Any]) -> None:
         try:

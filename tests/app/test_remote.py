@@ -140,23 +140,21 @@ def test_a_stop_cancels_what_the_server_does(bench, live, target, monkeypatch, t
     start = time.perf_counter()
     end = last(views)
     live.wait_until_idle()
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 5
     assert end.message == "Stopped." and "stopped" in end.html and view.race is None
-    # Not one pass more than was under way.
-    num_tokens = end.race.columns[0].figures().num_tokens
-    assert 0 < num_tokens < 512
+    assert 0 < max(column.figures().num_tokens for column in end.race.columns if column.pieces) < 512
     assert last(bench.race(Settings(**SHORT), [], "me")).race.columns[-1].finish_reason is not None
 
 
 def test_a_stop_need_not_wait_for_the_server(bench, live, target, monkeypatch):
-    # Minutes to the first token: the connection is closed all the same.
-    slow_down(target, monkeypatch, 1.0)
+    # Long passes: the connection is closed in the middle of one.
+    slow_down(target, monkeypatch, 4.0)
     views = bench.race(Settings(**SHORT), [], "me")
     next(views)
     threading.Timer(0.2, bench.stop, ["me"]).start()
     start = time.perf_counter()
     assert last(views).message == "Stopped."
-    assert time.perf_counter() - start < 0.9
+    assert time.perf_counter() - start < 3
 
 
 def test_closing_the_page_ends_its_race(bench, live, target, monkeypatch):
