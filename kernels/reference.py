@@ -11,6 +11,7 @@ the candidate tree lies at `T + j` (its *storage* index) while its position in t
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 
 def slots_of(block_tables: torch.Tensor, index: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -136,3 +137,29 @@ def tree_accept_reference(
             num_accepted[b] += 1
             path[b, num_accepted[b]] = node
     return path.to(tokens.device), num_accepted.to(tokens.device)
+
+
+def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A linear layer, added up in float32 and rounded once: [..., OUT] from x [..., IN] and weight [OUT, IN]."""
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
+def rms_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0, is_rounded_first: bool = False
+) -> torch.Tensor:
+    """`x / sqrt(mean(x²) + eps) * (offset + weight)` over the last dimension, in float32; the output has x's type.
+
+    Args:
+        offset: 1 where a checkpoint stores the weight's difference from 1 (Gemma).
+        is_rounded_first: round to x's type before the weight is multiplied as well (Llama).
+    """
+    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+    if is_rounded_first:
+        normed = normed.to(x.dtype).float()
+    return (normed * (offset + weight.float())).to(x.dtype)
+
+
+def gated_silu_reference(x: torch.Tensor) -> torch.Tensor:
+    """[..., F] from x [..., 2F]: `silu(first half) * second half`."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up

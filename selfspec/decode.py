@@ -343,11 +343,17 @@ class Scheduler:
             tree = drafter.propose(batch, planner.num_draft_tokens(drafter, batch))
             if min(sequence.max_depth for sequence in batch.sequences) < tree.max_depth:
                 tree = tree.limit_depth(batch.max_depths)
-            tree = planner.prune(tree)
+            tree = self._within_rows(planner.prune(tree))
             self.cache.reserve(batch.rows, tree.num_nodes)
         except CacheFull:
             tree = chain(batch.roots)
         return tree
+
+    def _within_rows(self, tree: CandidateTree) -> CandidateTree:
+        """No more nodes than a pass of the same bits takes; see `Target.max_rows`."""
+        most = max(self.target.max_rows // len(tree.tokens), 1)
+        has_order = tree.is_deterministic and (tree.is_chain or tree.scores is not None)
+        return tree.prune(most) if has_order else tree
 
     def _vacate(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue, the prefill or its batch; its blocks may serve others that begin alike."""

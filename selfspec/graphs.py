@@ -69,7 +69,8 @@ class Graphs:
         self._pool: Any = None if is_rehearsal else torch.cuda.graph_pool_handle()
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._seen: set[Hashable] = set()
-        self._refused: set[Hashable] = set()
+        # What could not be captured.
+        self.refused: set[Hashable] = set()
 
     @property
     def num_bytes(self) -> int:
@@ -94,7 +95,7 @@ class Graphs:
         full_key = (key, *((tuple(each.shape), each.dtype) for each in inputs))
         entry = self._entries.get(full_key)
         if entry is None:
-            if full_key not in self._seen or full_key in self._refused:
+            if full_key not in self._seen or full_key in self.refused:
                 # Once as it is: kernels are compiled and libraries set up. A shape that never returns costs no graph.
                 self.num_set_up += full_key not in self._seen
                 self._seen.add(full_key)
@@ -128,10 +129,11 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         try:
             torch.cuda.synchronize(self.device)
-            with torch.cuda.graph(graph, pool=self._pool):
+            # Other threads may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 outputs = function(*static)
         except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
-            self._refused.add(key)
+            self.refused.add(key)
             reason = str(error).strip().partition("\n")[0]
             logger.warning("a pass is launched kernel by kernel, which is slower: no CUDA graph of it (%s)", reason)
             torch.cuda.synchronize(self.device)

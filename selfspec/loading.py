@@ -9,12 +9,20 @@ from typing import Any
 import torch
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from selfspec.fusing import can_fuse, fuse
 from selfspec.packing import can_pack, pack_linear_layers
 
 logger = logging.getLogger(__name__)
 
+# Weights alone in lower precision, through torchao: its configuration's name and arguments.
+QUANTIZED: dict[str, tuple[str, dict[str, Any]]] = {
+    "int8": ("Int8WeightOnlyConfig", {}),
+    "fp8": ("Float8WeightOnlyConfig", {}),
+    "int4": ("Int4WeightOnlyConfig", {"group_size": 128, "int4_packing_format": "tile_packed_to_4d"}),
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -39,7 +47,7 @@ def resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig, device: to
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else (config.dtype or torch.bfloat16)
     if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} is not known: use auto, {', '.join(DTYPES)}")
+        raise ValueError(f"dtype={dtype!r} is not known: use auto, {', '.join([*DTYPES, *QUANTIZED])}")
     return DTYPES[dtype]
 
 
@@ -54,8 +62,10 @@ def load_model(
     """Load, check, freeze and place a causal language model.
 
     Args:
-        dtype: a torch dtype or its name, `auto`, or `int8` (weight-only, through torchao).
-        use_packing: on CPU, store linear layers for decoding (see `selfspec.packing`); they then have no gradients.
+        dtype: a torch dtype or its name, `auto`, or `int8`, `fp8`, `int4` for the weights of linear layers alone (through
+            torchao; the LM head, which heads share, stays as it is).
+        use_packing: store the model's layers for decoding (`selfspec.packing`, on CUDA `selfspec.fusing`); they then have no
+            gradients.
 
     Returns:
         The model in evaluation mode, without gradients, and its tokenizer.
@@ -66,8 +76,13 @@ def load_model(
     resolved_device = resolve_device(device)
     config = load_config(source, revision)
     check_family(config)
-    use_int8 = dtype == "int8"
-    resolved_dtype = resolve_dtype("auto" if use_int8 else dtype, config, resolved_device)
+    quantized = dtype if dtype in QUANTIZED else None
+    resolved_dtype = resolve_dtype("auto" if quantized else dtype, config, resolved_device)
+    if quantized == "int4":
+        if resolved_device.type != "cuda":
+            raise ValueError("dtype='int4' needs a CUDA device: use int8 here")
+        # The kernels multiply bfloat16 alone.
+        resolved_dtype = torch.bfloat16
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -83,11 +98,20 @@ def load_model(
             f"{source}: the checkpoint lacks {len(missing)} weights ({missing[0]} first): download or copy the model again"
         )
     model = model.to(resolved_device).eval().requires_grad_(False)
-    if use_int8:
-        _quantize_int8(model)
-    elif use_packing and resolved_device.type == "cpu" and can_pack():
-        logger.debug("packed %d linear layers for CPU decoding", pack_linear_layers(model))
+    if quantized:
+        _quantize(model, str(quantized))
+    elif use_packing:
+        lay_out(model)
     return model, tokenizer
+
+
+def lay_out(model: nn.Module) -> None:
+    """Store layers for decoding, in place: packed on a CPU, fused on CUDA; they then have no gradients."""
+    if can_fuse(model):
+        fuse(model)
+    elif can_pack():
+        # Of those on a CPU, in float32.
+        logger.debug("packed %d linear layers for CPU decoding", pack_linear_layers(model))
 
 
 def check_family(config: PretrainedConfig) -> None:
@@ -128,9 +152,15 @@ def _first_line(error: BaseException) -> str:
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
-def _quantize_int8(model: PreTrainedModel) -> None:
+def _quantize(model: PreTrainedModel, dtype: str) -> None:
+    name, arguments = QUANTIZED[dtype]
     try:
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+        from torchao import quantization
     except ImportError as error:
-        raise ValueError("dtype='int8' needs torchao: pip install 'selfspec[quant]'") from error
-    quantize_(model, Int8WeightOnlyConfig())
+        raise ValueError(f"dtype={dtype!r} needs torchao: pip install 'selfspec[quant]'") from error
+    output = model.get_output_embeddings()
+    quantization.quantize_(
+        model,
+        getattr(quantization, name)(**arguments),
+        filter_fn=lambda module, _: isinstance(module, nn.Linear) and module is not output,
+    )

@@ -37,7 +37,7 @@ class TargetOptions:
         default=None, metadata={"help": "directory or Hub id of the target; the one `selfspec fetch` makes by default"}
     )
     revision: str | None = field(default=None, metadata={"help": "branch, tag or commit, for a Hub id"})
-    dtype: str = field(default="auto", metadata={"help": "float32, bfloat16, float16, or auto"})
+    dtype: str = field(default="auto", metadata={"help": "float32, bfloat16, float16, auto; int8, fp8, int4: weights alone"})
     device: str = field(default="auto", metadata={"help": "cpu, cuda, cuda:N, or auto"})
 
     @property
@@ -65,9 +65,7 @@ class DraftOptions:
         default=None,
         metadata={"help": "nodes of a tree expanded at each depth; 1 drafts a chain; each drafter has its default"},
     )
-    draft_dtype: str | None = field(
-        default=None, metadata={"help": "of a draft model: as --dtype, or int8; the target's by default"}
-    )
+    draft_dtype: str | None = field(default=None, metadata={"help": "of a draft model, as --dtype; the target's by default"})
     sampled_draft: bool = field(
         default=False,
         metadata={"help": "draft models draw their drafts: the target's law, but not plain sampling's very tokens"},

@@ -8,6 +8,7 @@ Invariant, checked on every model at load: the logits of a tree's node equal the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from selfspec.attention import ATTENTION_NAME, TreePass
 from selfspec.cache import CacheRow, KVCache, KVShape, Places
 from selfspec.graphs import DEPTH_BUCKETS, NODE_BUCKETS, ROW_BUCKETS, Graphs, bucket, column_bucket
 from selfspec.heads.stack import Resume, decoder_layers, with_layers
+from selfspec.kernels.linear import MAX_ROWS
 from selfspec.loading import check_family, load_model
 from selfspec.tree import CandidateTree, chain, from_parents
 
@@ -107,11 +109,14 @@ class Target:
         # What launches passes as a whole; None where each kernel is launched for itself.
         self.graphs: Graphs | None = None
         self._spare_cache: KVCache | None = None
+        # Nodes of all rows in one pass, up to which a row's bits do not depend on their number.
+        self.max_rows = sys.maxsize
         self.kv_shape: KVShape
         self.vocab_size: int
         self._adopt()
         if self.device.type == "cuda":
             self.graphs = Graphs(self.device)
+            self.max_rows = MAX_ROWS
 
     @classmethod
     def from_pretrained(

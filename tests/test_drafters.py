@@ -426,6 +426,24 @@ def test_a_draft_model_for_a_target_without_tokenizer_is_refused(target: Target,
         load_drafter(f"draft_model:{tiny_target_dir}", target)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_a_target_with_weights_in_fewer_bits_decodes_the_same_with_drafts(tiny_target_dir: Path, dtype: str) -> None:
+    pytest.importorskip("torchao", reason="targets in int8 need torchao: pip install 'selfspec[quant]'")
+    target = Target.from_pretrained(tiny_target_dir, dtype=dtype, device="cpu")
+    layer = target.model.model.layers[0].mlp.up_proj
+    assert type(layer.weight.data) is not torch.Tensor and type(target.model.lm_head.weight.data) is torch.Tensor
+    sampling = SamplingParams(max_new_tokens=16)
+    prompts = ["the cat sat on the mat and the cat sat", "one two three one two"]
+    plain = generate(target, prompts, sampling=sampling)
+    drafted = generate(target, prompts, sampling=sampling, drafter=NgramDrafter(5), use_cost_guard=False)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+
+
+def test_int4_is_for_gpus(tiny_target_dir: Path) -> None:
+    with pytest.raises(ValueError, match="int4.*needs a CUDA device: use int8"):
+        Target.from_pretrained(tiny_target_dir, dtype="int4", device="cpu")
+
+
 def test_an_int8_draft_of_a_float32_target_changes_nothing(tiny_target_dir: Path) -> None:
     """The draft may be stored in fewer bits than the target; int8 goes through torchao, where that is installed."""
     pytest.importorskip("torchao", reason="int8 drafts need torchao: pip install 'selfspec[quant]'")

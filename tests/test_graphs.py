@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support import OracleTreeDrafter, random_prompts, tiny_target
+from support import OracleTreeDrafter, random_prompts, tiny_model
 from test_heads import eagle_head, identity
 
 from selfspec import SamplingParams, Target, generate
@@ -36,27 +36,47 @@ DRAFTERS: dict[str, Callable[[Target], Drafter | None]] = {
         target, eagle_head(target, feature_layers=(1, 2)), num_draft_tokens=4, num_nodes=10, width=3
     ),
     "medusa": medusa,
-    "draft_model": lambda target: DraftModelDrafter(tiny_target("llama"), target.vocab_size, width=2, num_nodes=6),
+    "draft_model": lambda target: DraftModelDrafter(target.truncated(2), target.vocab_size, width=2, num_nodes=6),
     # Deep trees whose accepted paths lie scattered.
     "oracle": lambda target: OracleTreeDrafter(answers(target)),
 }
 
 
-@pytest.mark.parametrize("max_batch", [1, 3])
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SAMPLINGS = {
+    "greedy": SamplingParams(max_new_tokens=40, ignore_eos=True),
+    "sampled": SamplingParams(max_new_tokens=20, temperature=0.9, seed=3),
+}
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_rehearsed_run_emits_what_a_run_without_graphs_does(name: str, max_batch: int) -> None:
-    target = tiny_target("llama")
-    greedy = SamplingParams(max_new_tokens=40, ignore_eos=True)
-    for sampling in (greedy, SamplingParams(max_new_tokens=20, temperature=0.9, seed=3)):
-        target.graphs = None
-        options = {"sampling": sampling, "batch_size": max_batch, "use_cost_guard": False}
-        plain = generate(target, PROMPTS, drafter=DRAFTERS[name](target), **options)
-        target.graphs = Graphs(target.device, is_rehearsal=True)
-        rehearsed = generate(target, PROMPTS, drafter=DRAFTERS[name](target), **options)
-        assert len(target.graphs) > 0
-        for ours, theirs in zip(rehearsed, plain, strict=True):
-            assert ours.token_ids == theirs.token_ids
-            assert ours.num_target_passes == theirs.num_target_passes
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_run_by_graphs_emits_what_a_run_without_them_does(device: str, name: str, sampling: str, batch_size: int) -> None:
+    """On the CPU as a rehearsal."""
+    target = Target(tiny_model("llama").to(device), name="tiny")
+    options = {"sampling": SAMPLINGS[sampling], "batch_size": batch_size, "use_cost_guard": False}
+    target.graphs = None
+    plain = generate(target, PROMPTS, drafter=DRAFTERS[name](target), **options)
+    target.graphs = Graphs(target.device, is_rehearsal=device == "cpu")
+    by_graphs = generate(target, PROMPTS, drafter=DRAFTERS[name](target), **options)
+    assert len(target.graphs) > 0 and not target.graphs.refused
+    for ours, theirs in zip(by_graphs, plain, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.num_target_passes == theirs.num_target_passes
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    graphs = Graphs(torch.device("cuda"))
+    asks = lambda x: (x * int(x.sum().item()),)  # noqa: E731
+    for i in range(4):
+        (result,) = graphs("asks", asks, [torch.full((2,), float(i))])
+        assert result.tolist() == [2.0 * i * i] * 2
+    assert len(graphs) == 0 and len(caplog.records) == 1 and "no CUDA graph" in caplog.text
+    # The device is as it was.
+    assert torch.ones(3, device="cuda").sum().item() == 3
 
 
 def test_a_tree_is_padded_with_what_can_change_nothing() -> None:

@@ -13,9 +13,20 @@ import pytest
 import torch
 from kernel_cases import BLOCK_SIZE, PARENTS, Case, make_case
 
+from selfspec.kernels import linear as linear_file
 from selfspec.kernels import tree_attention as tree_attention_file
+from selfspec.kernels.gated_activation import BLOCK_F, launch_gated_silu
 from selfspec.kernels.kv_compaction import MAX_PATH, launch_kv_compaction
-from selfspec.kernels.reference import kv_compaction_reference, row_argmax_reference, tree_accept_reference
+from selfspec.kernels.linear import launch_linear
+from selfspec.kernels.reference import (
+    gated_silu_reference,
+    kv_compaction_reference,
+    linear_reference,
+    rms_norm_reference,
+    row_argmax_reference,
+    tree_accept_reference,
+)
+from selfspec.kernels.rms_norm import launch_rms_norm
 from selfspec.kernels.row_argmax import BLOCK_V, launch_row_argmax
 from selfspec.kernels.tree_accept import launch_tree_accept
 from selfspec.kernels.tree_attention import TreeLayout, launch_tree_attention
@@ -314,3 +325,101 @@ def test_row_argmax_equals_its_twin(vocab_size: int, dtype: torch.dtype) -> None
 def test_row_argmax_is_torchs_where_rows_are_sound() -> None:
     logits = torch.randint(0, 9, (7, 300), generator=torch.Generator().manual_seed(0)).float()
     assert torch.equal(row_argmax_reference(logits)[0], logits.argmax(-1))
+
+
+REAL_SHAPES = [(576, 576), (4096, 4096), (6144, 4096), (28_672, 4096), (4096, 14_336), (128_256, 4096)]
+
+
+@pytest.fixture
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of tile in small weights; the shipped table is for the device."""
+    if not HAS_CUDA:
+        tiles = [tile._replace(min_outputs=size) for tile, size in zip(linear_file.TILES, (60, 40, 20, 0), strict=True)]
+        monkeypatch.setattr(linear_file, "TILES", tiles)
+
+
+@pytest.mark.usefixtures("_small_tiles")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs"),
+    [(1, 1), (13, 40), (33, 130), (70, 257), *(pytest.param(*shape, marks=pytest.mark.gpu) for shape in REAL_SHAPES)],
+)
+def test_linear_equals_its_twin(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> None:
+    """Sizes on and off the tiles in all three directions; every tile of the table."""
+    for num_rows in (1, 2, 7, 16, 17, 33, 64, 65, 130):
+        x, weight, bias = linear_case(num_rows, num_outputs, num_inputs, dtype)
+        for operands in ((x, weight, bias), (x[None, ::2], weight)):
+            out, expected = launch_linear(*operands), linear_reference(*operands)
+            assert out.shape == expected.shape and out.dtype == dtype
+            # A sum of 14,336 numbers in another order.
+            tolerance = {"atol": 5e-5, "rtol": 1e-4} if dtype == torch.float32 else TOLERANCES[dtype]
+            torch.testing.assert_close(out, expected, **tolerance)
+
+
+def linear_case(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Outputs of unit variance."""
+    generator = torch.Generator(DEVICE).manual_seed(num_rows)
+    shapes = (num_rows, num_inputs), (num_outputs, num_inputs), (num_outputs,)
+    x, weight, bias = (torch.randn(shape, generator=generator, dtype=dtype, device=DEVICE) for shape in shapes)
+    return x, weight * num_inputs**-0.5, bias
+
+
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs"),
+    [(33, 300), *(pytest.param(*shape, marks=pytest.mark.gpu) for shape in REAL_SHAPES)],
+)
+def test_a_row_of_linear_is_the_same_in_any_company(num_outputs: int, num_inputs: int) -> None:
+    """[N1] not one bit depends on the number of rows, on the other rows, or on a row's place among them."""
+    for dtype in DTYPES[1:] if num_outputs > 576 else DTYPES:
+        x, weight, bias = linear_case(130, num_outputs, num_inputs, dtype)
+        alone = torch.cat([launch_linear(row, weight, bias) for row in x[:8, None]])
+        for num_rows in (2, 8, 9, 16, 17, 32, 33, 64, 65, 130) if HAS_CUDA else (2, 17, 33, 65):
+            for rows in (x[:num_rows], x[:num_rows].flip(0)):
+                out = launch_linear(rows, weight, bias)
+                out = out if rows[0].equal(x[0]) else out.flip(0)
+                num_same = min(8, num_rows)
+                assert torch.equal(out[:num_same], alone[:num_same]), (dtype, num_rows)
+
+
+RMS_NORM_RULES = [{}, {"is_rounded_first": True}, {"offset": 1.0}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [1, 5, 64, 576, pytest.param(4096, marks=pytest.mark.gpu)])
+def test_rms_norm_equals_its_twin(width: int, dtype: torch.dtype) -> None:
+    """Rows of a slice, heads of a slice, heads with another order of dimensions, and shapes of one to five dimensions."""
+    generator = torch.Generator().manual_seed(width)
+    merged = torch.randn(2, 3, 5 * width, generator=generator).to(DEVICE, dtype)
+    weight = torch.randn(width, generator=generator).to(DEVICE, dtype)
+    heads = merged[..., width : 3 * width].unflatten(-1, (2, width))
+    for x in (merged[0, 0, :width], merged[0, :, :width], merged[..., :width], heads, heads.transpose(1, 2), heads[None]):
+        for options in RMS_NORM_RULES:
+            out, expected = launch_rms_norm(x, weight, 1e-5, **options), rms_norm_reference(x, weight, 1e-5, **options)
+            assert out.is_contiguous() and out.dtype == dtype
+            # One unit in the last place where the two round a tie's neighbourhood apart, twice if they round twice.
+            eps = 2.1 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-6
+            torch.testing.assert_close(out, expected, atol=eps / 10, rtol=eps)
+
+
+@pytest.mark.parametrize("width", [72, 75, pytest.param(4096, marks=pytest.mark.gpu)])
+def test_a_row_of_rms_norm_is_the_same_in_any_company(width: int) -> None:
+    """[N1]"""
+    for dtype in DTYPES:
+        x = torch.randn(130 if HAS_CUDA else 34, width).to(DEVICE, dtype)
+        weight = torch.randn(width).to(DEVICE, dtype)
+        alone = torch.cat([launch_rms_norm(row, weight, 1e-5) for row in x[:, None]])
+        for num_rows in (2, 7, 16, 33, len(x) - 1, len(x)):
+            assert torch.equal(launch_rms_norm(x[:num_rows], weight, 1e-5), alone[:num_rows])
+            assert torch.equal(launch_rms_norm(x[None, 1:num_rows], weight, 1e-5)[0], alone[1:num_rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [1, 48, BLOCK_F, BLOCK_F + 5])
+def test_gated_silu_equals_its_twin(width: int, dtype: torch.dtype) -> None:
+    x = torch.randn(2, 7, 2 * width, generator=torch.Generator().manual_seed(width)).to(DEVICE, dtype) * 4
+    x[0, 0, :width] = -80.0
+    for rows in (x, x[:, ::3], x[0, 0]):
+        out, expected = launch_gated_silu(rows), gated_silu_reference(rows)
+        assert out.shape == expected.shape and out.dtype == dtype
+        eps = 2.1 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
+        torch.testing.assert_close(out, expected, atol=eps / 10, rtol=eps)

@@ -16,7 +16,7 @@ from selfspec.heads.early_exit import EarlyExitHead
 from selfspec.heads.medusa import MedusaHead
 from selfspec.heads.stack import decoder_layers
 from selfspec.hub import is_head, load_head
-from selfspec.packing import can_pack, pack_linear_layers
+from selfspec.loading import lay_out
 from selfspec.target import Target
 
 __all__ = [
@@ -124,8 +124,7 @@ def drafter_of(
 def student_target(target: Target, head: EarlyExitHead) -> Target:
     """A head whose layers compute keys and values of their own, as a model to draft with."""
     model = head.to(target.device, target.dtype).merged(target.model)
-    if target.device.type == "cpu" and can_pack():
-        pack_linear_layers(decoder_layers(model)[1])
+    lay_out(decoder_layers(model)[1])
     return Target(model, target.tokenizer, name=f"{head.config.head_type} of {target.name}")
 
 

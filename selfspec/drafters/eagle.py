@@ -22,7 +22,7 @@ from selfspec.drafters.growth import grow, spread
 from selfspec.graphs import NODE_BUCKETS, ROW_BUCKETS, bucket, column_bucket
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.kernels.tree_attention import tree_attention
-from selfspec.packing import can_pack, pack_linear_layers
+from selfspec.loading import lay_out
 from selfspec.target import Target
 from selfspec.tree import CandidateTree, chain
 
@@ -73,8 +73,7 @@ class EagleDrafter(Drafter):
         self.num_nodes = num_nodes or size
         self.width = width or breadth
         layers = nn.ModuleDict({"head": head, "output": head.output_layer(target.model.get_output_embeddings())})
-        if target.device.type == "cpu" and can_pack():
-            pack_linear_layers(layers)
+        lay_out(layers)
         self._output_layer = layers["output"]
         self._embed = target.model.get_input_embeddings()
         self._draft_ids = head.draft_ids

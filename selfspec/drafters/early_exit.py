@@ -19,7 +19,7 @@ from selfspec.drafters.base import Drafter
 from selfspec.drafters.growth import append, expand
 from selfspec.heads.early_exit import EarlyExitHead
 from selfspec.heads.stack import Resume, decoder_layers
-from selfspec.packing import can_pack, pack_linear_layers
+from selfspec.loading import lay_out
 from selfspec.target import SplitTarget, Target, Verification
 from selfspec.tree import CandidateTree, TreeGrower, chain
 
@@ -61,8 +61,7 @@ class EarlyExitDrafter(Drafter):
         assert not head.config.lora_rank, "adapted layers have keys and values of their own: a draft model serves them"
         self.name = name
         self.head = head.to(target.device, target.dtype)
-        if target.device.type == "cpu" and can_pack():
-            pack_linear_layers(self.head)
+        lay_out(self.head)
         self.exit_layer = head.config.exit_layer
         self.features = (self.exit_layer,)
         self.num_draft_tokens = num_draft_tokens

@@ -15,7 +15,7 @@ import torch
 from selfspec.drafters.base import Drafter
 from selfspec.graphs import ROW_BUCKETS, bucket
 from selfspec.heads.medusa import MedusaHead
-from selfspec.packing import can_pack, pack_linear_layers
+from selfspec.loading import lay_out
 from selfspec.target import FINAL, Target
 from selfspec.tree import CandidateTree, TreeGrower, chain
 
@@ -50,8 +50,7 @@ class MedusaDrafter(Drafter):
         self.head = head.to(target.device, target.dtype)
         self.lm_head = target.model.get_output_embeddings()
         self._embed = target.model.get_input_embeddings()
-        if target.device.type == "cpu" and can_pack():
-            pack_linear_layers(self.head)
+        lay_out(self.head)
         self.num_draft_tokens = min(num_draft_tokens or head.config.num_heads, head.config.num_heads)
         # On a CPU a pass over more than six nodes costs noticeably more than one over one.
         self.num_nodes = num_nodes or (8 if target.device.type == "cpu" else 16)

@@ -1,0 +1,87 @@
+# mypy: allow-untyped-defs
+"""RMSNorm (https://arxiv.org/abs/1910.07467), whose result for a row does not depend on the other rows' number.
+
+    out = (x / sqrt(mean(x²) + eps)) * (offset + weight)
+
+in float32, rounded once at the end, or, as Llama has it, rounded before it is multiplied by the weight as well. One program
+holds one row [E]; the order in which its squares are added follows from E. Rows may lie E or more apart, evenly in each of
+two dimensions, so that the slices of a merged layer's output need no copy.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
+from selfspec.kernels.reference import rms_norm_reference
+
+# The longest row that a program's registers hold.
+MAX_WIDTH = 32768
+
+
+@jit(do_not_specialize=("num_inner", "stride_outer", "stride_inner"))
+def _rms_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    num_inner,
+    stride_outer,
+    stride_inner,
+    eps,
+    offset,
+    E: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    IS_ROUNDED_FIRST: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    row = tl.program_id(0)
+    start = row // num_inner * stride_outer.to(tl.int64) + row % num_inner * stride_inner.to(tl.int64)
+    offs_e = tl.arange(0, BLOCK_E)
+    mask_e = offs_e < E
+    x = tl.load(x_ptr + tl.multiple_of(start, ALIGNMENT) + offs_e, mask=mask_e, other=0.0).to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, 0) / E + eps)
+    weight = offset + tl.load(weight_ptr + offs_e, mask=mask_e, other=0.0).to(tl.float32)
+    if IS_ROUNDED_FIRST:
+        normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(out_ptr + row.to(tl.int64) * E + offs_e, (normed * weight).to(out_ptr.dtype.element_ty), mask=mask_e)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0, is_rounded_first: bool = False
+) -> torch.Tensor:
+    """[..., E], x's type, from x [..., E] and weight [E]; see `rms_norm_reference`."""
+    run = launch_rms_norm if is_compiled_for(x) and 0 < x.shape[-1] <= MAX_WIDTH and x.numel() else rms_norm_reference
+    return run(x, weight, eps, offset=offset, is_rounded_first=is_rounded_first)
+
+
+def launch_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0, is_rounded_first: bool = False
+) -> torch.Tensor:
+    """`rms_norm` by the kernel."""
+    E = x.shape[-1]
+    assert weight.shape == (E,) and weight.is_contiguous() and E <= MAX_WIDTH, (x.shape, weight.shape)
+    rows = x[(None,) * (3 - x.ndim)].flatten(0, -3)  # [outer, inner, E]
+    # Vector loads, and with them the order of additions, must follow from E.
+    alignment = math.gcd(E, 16 // x.element_size())
+    if rows.stride(2) != 1 or rows.stride(0) % alignment or rows.stride(1) % alignment or rows.data_ptr() % 16:
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block_e = triton.next_power_of_2(E)
+    _rms_norm_kernel[(rows.shape[0] * rows.shape[1],)](
+        rows,
+        weight,
+        out,
+        rows.shape[1],
+        rows.stride(0),
+        rows.stride(1),
+        eps,
+        offset,
+        E=E,
+        ALIGNMENT=alignment,
+        IS_ROUNDED_FIRST=is_rounded_first,
+        BLOCK_E=block_e,
+        num_warps=min(16, max(1, block_e // 512)),
+    )
+    return out
