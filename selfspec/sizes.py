@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import get_local_safetensors_metadata, get_safetensors_metadata
+from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from selfspec.cache import KVShape
@@ -24,10 +25,12 @@ from selfspec.heads.eagle import Eagle1Config, EagleConfig, EagleHead
 from selfspec.heads.early_exit import EarlyExitConfig
 from selfspec.heads.medusa import MedusaConfig
 from selfspec.hub import HEAD_TYPES, is_head, shipped_heads
-from selfspec.loading import check_family, load_config, resolve_dtype
+from selfspec.loading import QUANTIZED, check_family, load_config, resolve_dtype
 
 logger = logging.getLogger(__name__)
 
+# Of linear layers quantised as they are loaded; of int4 with bfloat16 scale and zero for every 128.
+BYTES_PER_WEIGHT = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 128}
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -96,7 +99,7 @@ class ModelSize:
         """
         config = load_config(source, revision)
         check_family(config)
-        served = resolve_dtype(dtype, config, torch.device("cuda"))
+        served = resolve_dtype("auto" if dtype in QUANTIZED else dtype, config, torch.device("cuda"))
         text = config.get_text_config()
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config)
@@ -107,10 +110,13 @@ class ModelSize:
         weight_bytes, weights_from = stored_bytes(source, revision, served.itemsize), "safetensors header"
         if weight_bytes is None:
             weight_bytes, weights_from = num_parameters * served.itemsize, "configuration"
+        if dtype in QUANTIZED:
+            saved = served.itemsize - BYTES_PER_WEIGHT[dtype]
+            weight_bytes -= round(saved * _num_linear(skeleton))
         shape = kv_shape_of(config)
         forward = PassSize(
             num_parameters - num_looked_up - num_experts,
-            weight_bytes / num_parameters,
+            (weight_bytes - num_looked_up * served.itemsize) / (num_parameters - num_looked_up),
             num_experts,
             _first(text, "num_experts", "num_local_experts", "n_routed_experts") if num_experts else 1,
             text.num_experts_per_tok if num_experts else 1,
@@ -269,6 +275,13 @@ def kv_shape_of(config: PretrainedConfig) -> KVShape:
         return KVShape(text.num_hidden_layers, num_heads, text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
     return KVShape(text.num_hidden_layers, getattr(text, "num_key_value_heads", None) or num_heads, head_dim, head_dim)
+
+
+def _num_linear(model: nn.Module) -> int:
+    """Weights that loading quantises: those of linear layers but the LM head."""
+    output = model.get_output_embeddings()  # type: ignore[operator]
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not output]
+    return sum(layer.weight.numel() for layer in layers)
 
 
 def stored_bytes(source: str | Path, revision: str | None, itemsize: int) -> int | None:

@@ -20,8 +20,9 @@ from selfspec.heads.eagle import Eagle1Config, EagleConfig, EagleHead
 from selfspec.heads.early_exit import DistilledDraft, EarlyExitHead
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
 from selfspec.hub import identity, load_head, shipped_heads
+from selfspec.loading import QUANTIZED
 from selfspec.plan import NOTHING_DRAFTED, assumed_rates, card_acceptance, make_plan, measured_length
-from selfspec.sizes import DraftSize, ModelSize, draft_size, kv_shape_of
+from selfspec.sizes import BYTES_PER_WEIGHT, DraftSize, ModelSize, draft_size, kv_shape_of
 
 CARD = Card("test", memory=2e9, bandwidth=1e9, peak=1e12)
 
@@ -87,6 +88,18 @@ def test_a_mixture_reads_the_experts_that_its_rows_meet(tmp_path):
     read = forward.num_parameters + forward.num_expert_parameters / 2
     assert one == pytest.approx(read * forward.bytes_per_parameter / CARD.bandwidth)
     assert many == pytest.approx((read + forward.num_expert_parameters / 2) * forward.bytes_per_parameter / CARD.bandwidth)
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("int8", 1.0), ("fp8", 1.0), ("int4", 0.53125)])
+def test_weights_may_be_quantised_as_they_are_loaded(dtype, num_bytes, tmp_path):
+    assert set(BYTES_PER_WEIGHT) == set(QUANTIZED)
+    model = tiny_target("llama").model.to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    num_linear = sum(p.numel() for name, p in model.named_parameters() if "proj" in name)
+    whole, quantised = ModelSize.of(tmp_path), ModelSize.of(tmp_path, dtype=dtype)
+    assert whole.weight_bytes - quantised.weight_bytes == round((2 - num_bytes) * num_linear)
+    # The KV cache and what drafts keep the checkpoint's type.
+    assert quantised.dtype == torch.bfloat16 and quantised.kv_shape == whole.kv_shape
 
 
 def test_quantised_weights_stay_as_they_are_stored(tmp_path, tiny_target_dir):
