@@ -8,24 +8,33 @@ from typing import Any
 import gradio as gr
 
 from selfspec.app import render
+from selfspec.app.bench import Bench, Messages, Outcome
 from selfspec.app.parts import AT_ONCE, COMPUTING, Updates, html
 from selfspec.app.settings import ALONE, CHAT, EXAMPLES, LIVE, MAX_DRAFTERS, MAX_NEW_TOKENS, MESSAGE, TEXT, Settings
-from selfspec.app.workbench import Messages, Race, Workbench
 from selfspec.failures import describe
+
+TYPED = "Choose up to three, or type: eagle:PATH_OR_ID, draft_model:PATH_OR_ID, truncated:LAYERS, ngram:K"
+# How the columns are timed: by a target of one's own, and by a server.
+TIMINGS = [("measure, then race", ALONE), ("live, not comparable", LIVE)]
+REMOTE_TIMINGS = [("one after the other", ALONE), ("all at once, not comparable", LIVE)]
 
 
 class CompareTab:
     """The tab's components and events.
+
+    Args:
+        has_target: races run here, and not on a server.
 
     Attributes:
         drafters: the choice of columns, to which another tab may add.
         linked: the components that a link sets.
     """
 
-    def __init__(self, bench: Workbench, finished: gr.State) -> None:
+    def __init__(self, bench: Bench, finished: gr.State, *, has_target: bool) -> None:
         self._bench = bench
+        self._has_target = has_target
         self._finished = finished
-        self._defaults = Settings(drafters=tuple(name for name in bench.drafters if name in ("ngram", "eagle")))
+        self._defaults = Settings(drafters=self._chosen_drafters())
         self._history = gr.State([])
         self._conversation = gr.Chatbot(label="Conversation", height=260, buttons=["copy"], visible=False)
         # A component for each setting, by the setting's name.
@@ -36,6 +45,11 @@ class CompareTab:
         self.drafters = self._controls["drafters"]
         self.linked = [self._message, *self._controls.values()]
         self._connect()
+
+    def _chosen_drafters(self) -> tuple[str, ...]:
+        """What races if nobody chooses: prompt lookup and EAGLE, or else the first ones there are."""
+        known = [name for name in self._bench.drafters if name in ("ngram", "eagle")]
+        return tuple(known or list(self._bench.drafters)[:MAX_DRAFTERS] or ("ngram",))
 
     def _lay_out_question(self) -> None:
         self._controls["prompt"] = gr.Textbox(
@@ -58,7 +72,7 @@ class CompareTab:
             max_choices=MAX_DRAFTERS,
             allow_custom_value=True,
             label="Drafters against plain decoding",
-            info="Choose up to three, or type: eagle:PATH_OR_ID, draft_model:PATH_OR_ID, truncated:LAYERS, ngram:K",
+            info=TYPED if self._has_target else "Choose up to three of the server's",
             elem_id="drafters",
         )
         with gr.Row():
@@ -71,7 +85,7 @@ class CompareTab:
             with gr.Row():
                 kinds = [("one message", MESSAGE), ("chat", CHAT), ("raw text", TEXT)]
                 self._controls["kind"] = gr.Radio(kinds, value=defaults.kind, label="The prompt is")
-                timings = [("measure, then race", ALONE), ("live, not comparable", LIVE)]
+                timings = TIMINGS if self._has_target else REMOTE_TIMINGS
                 self._controls["timing"] = gr.Radio(timings, value=defaults.timing, label="Timing")
             with gr.Row():
                 self._controls["max_new_tokens"] = gr.Slider(
@@ -84,7 +98,7 @@ class CompareTab:
                 self._controls["top_k"] = gr.Slider(0, 200, defaults.top_k, step=1, label="Top-k, 0 keeps all")
                 self._controls["seed"] = gr.Number(defaults.seed, precision=0, label="Seed")
             self._controls["use_cost_guard"] = gr.Checkbox(
-                defaults.use_cost_guard, label="Draft only as much as measurements say pays"
+                defaults.use_cost_guard, label="Draft only as much as measurements say pays", visible=self._has_target
             )
             self._controls["system"] = gr.Textbox(label="System message", max_lines=4)
 
@@ -134,13 +148,23 @@ class CompareTab:
 
     def follow_link(self, request: gr.Request) -> Updates:
         """Take the settings from the address that the page was opened with."""
-        query = {"drafters": ",".join(self._defaults.drafters), **dict(request.query_params)}
+        problem = ""
         try:
-            settings = Settings.from_query(query)
+            self._bench.refresh()
         except ValueError as error:
-            return {self._message: render.note(str(error), "error")}
-        values = {**settings.to_dict(), "drafters": list(settings.drafters)}
-        return {control: values[name] for name, control in self._controls.items()}
+            problem = str(error)
+        drafters = self._chosen_drafters()
+        try:
+            settings = Settings.from_query({"drafters": ",".join(drafters), **dict(request.query_params)})
+        except ValueError as error:
+            problem = str(error)
+            settings = Settings(drafters=drafters)
+        choices = [(label, name) for name, label in self._bench.drafters.items()]
+        values = {**settings.to_dict(), "drafters": gr.Dropdown(choices, value=list(settings.drafters))}
+        return {
+            self._message: render.note(problem, "error"),
+            **{control: values[name] for name, control in self._controls.items()},
+        }
 
     def _race(self, request: gr.Request, history: Messages, *values: Any) -> Iterator[Updates]:
         last = self._rest()
@@ -169,7 +193,7 @@ class CompareTab:
         # What was emptied arrives as None.
         return Settings(**{**given, "drafters": tuple(given["drafters"] or ()), "seed": given["seed"] or 0})
 
-    def _outcome(self, race: Race, history: Messages) -> Updates:
+    def _outcome(self, race: Outcome, history: Messages) -> Updates:
         updates: Updates = {
             self._finished: race,
             self._results: gr.Row(visible=True),

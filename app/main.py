@@ -1,4 +1,7 @@
-"""The page's frame: three tabs over one target, and how it is served. `selfspec app` and `python app/main.py` open it."""
+"""The page's frame: its tabs, over a target or over a server, and how it is served.
+
+`selfspec app` and `python app/main.py` open it.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,13 @@ from pathlib import Path
 import gradio as gr
 
 from selfspec.app import render
+from selfspec.app.bench import Bench
 from selfspec.app.compare_tab import CompareTab
 from selfspec.app.heads_tab import HeadsTab
-from selfspec.app.parts import html
+from selfspec.app.parts import DRAWING, html
+from selfspec.app.plan_tab import PlanTab
+from selfspec.app.remote import Server
+from selfspec.app.remote_bench import WHY_NEEDS_A_TARGET, RemoteBench
 from selfspec.app.why_tab import WhyTab
 from selfspec.app.workbench import Workbench
 from selfspec.target import Target
@@ -24,26 +31,38 @@ FONT = gr.themes.utils.fonts.LocalFont("IBM Plex Sans", weights=(400, 700))
 THEME = gr.themes.Default(primary_hue="blue", neutral_hue="slate", font=[FONT, "system-ui", "sans-serif"])
 
 
-def build(target: Target) -> gr.Blocks:
-    """The whole page for one target."""
-    bench = Workbench(target)
+def build(source: Target | Server) -> gr.Blocks:
+    """The whole page for one target, or for a running server."""
+    is_remote = isinstance(source, Server)
     with gr.Blocks(title="selfspec", analytics_enabled=False, fill_width=True, delete_cache=(3600, 3600)) as page:
         # The last race that ended, whole or stopped: Compare sets it, Why looks into it.
         finished = gr.State(None)
-        html(render.heading(Path(target.name).name, str(target.dtype).removeprefix("torch."), str(target.device)))
+        if isinstance(source, Server):
+            html(render.heading("the server's model", source.url))
+            bench: Bench = RemoteBench(source)
+        else:
+            html(render.heading(Path(source.name).name, str(source.dtype).removeprefix("torch."), str(source.device)))
+            bench = Workbench(source)
         with gr.Tab("Compare"):
-            compare = CompareTab(bench, finished)
+            compare = CompareTab(bench, finished, has_target=not is_remote)
         with gr.Tab("Why"):
-            WhyTab(finished)
-        with gr.Tab("Heads"):
-            HeadsTab(bench, compare.drafters)
+            if isinstance(bench, Workbench):
+                WhyTab(finished)
+            else:
+                html(render.note(WHY_NEEDS_A_TARGET))
+        if isinstance(bench, Workbench):
+            with gr.Tab("Heads"):
+                HeadsTab(bench, compare.drafters)
+        with gr.Tab("Plan") as tab:
+            plan = PlanTab("" if isinstance(source, Server) else source.name, bench.drafters or {"ngram": "n-gram"})
+        tab.select(plan.predict, plan.inputs, plan.outputs, **DRAWING)
         page.load(compare.follow_link, None, compare.linked, api_visibility="private", show_progress="hidden")
     return page
 
 
-def serve(target: Target, *, host: str = "127.0.0.1", port: int | None = None) -> gr.Blocks:
+def serve(source: Target | Server, *, host: str = "127.0.0.1", port: int | None = None) -> gr.Blocks:
     """Start serving in the background: nothing is shared, recorded or reported to anyone. `local_url` is the address."""
-    page = build(target).queue(max_size=MAX_WAITING, default_concurrency_limit=4)
+    page = build(source).queue(max_size=MAX_WAITING, default_concurrency_limit=4)
     page.launch(
         server_name=host,
         server_port=port,

@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 
-from selfspec.compare import WARM_UP, Answer, Mode, first_difference
+from selfspec.compare import WARM_UP
 from selfspec.decode import Step, decode
 from selfspec.detokenize import TextStream
 from selfspec.drafters import Drafter
@@ -76,6 +76,25 @@ class StepRecord:
         return len(self.nodes) > len(self.path)
 
 
+@dataclass(frozen=True)
+class Figures:
+    """Speed and acceptance so far, by the definitions of `selfspec compare`; `first_seconds`: to the first step."""
+
+    num_tokens: int
+    num_target_passes: int
+    seconds: float
+    first_seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per target pass, bonus token included."""
+        return self.num_tokens / self.num_target_passes
+
+
 @dataclass
 class Column:
     """One drafter's answer, as far as it has come. `finish_reason` is None while it runs, and for good if it was stopped."""
@@ -100,10 +119,11 @@ class Column:
         is_whole = len(steps) == len(self.steps)
         return Column(self.name, self.label, steps, self.prefill_seconds, self.finish_reason if is_whole else None)
 
-    def figures(self) -> Mode:
-        """Speed and acceptance so far, by the definitions of `selfspec compare`; needs at least one step."""
-        seconds = self.steps[-1].at
-        return Mode(self.name, [Answer(self.text, self.token_ids, len(self.steps), seconds)], seconds)
+    def figures(self) -> Figures | None:
+        """None before the first step."""
+        if not self.steps:
+            return None
+        return Figures(len(self.token_ids), len(self.steps), self.steps[-1].at, self.steps[0].at)
 
 
 @dataclass(frozen=True)
@@ -248,12 +268,11 @@ class Recorder:
 
 def parting(target: Target, prompt_ids: list[int], column: Column, reference: Column) -> Parting | None:
     """Where two whole answers differ first; None where they are the same token for token."""
-    difference = first_difference(column.figures(), reference.figures())
-    if difference is None:
-        return None
     ours, theirs = column.token_ids, reference.token_ids
-    at = difference.position
     # Neither is the other's beginning: what ends an answer, its end token or the same limit, ends both.
+    at = next((i for i, (our_id, their_id) in enumerate(zip(ours, theirs, strict=False)) if our_id != their_id), None)
+    if at is None:
+        return None
     gap = logit_gap(target, prompt_ids + theirs[:at], ours[at], theirs[at])
     return Parting(at, target.tokenizer.decode([ours[at]]), target.tokenizer.decode([theirs[at]]), gap)
 

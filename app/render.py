@@ -10,48 +10,69 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from typing import Protocol
 
-from selfspec.app.race import Column, Node, Parting, StepRecord
+from selfspec.app.race import Column, Figures, Node, Parting, StepRecord
+from selfspec.app.remote import RemoteColumn
+from selfspec.plan import Choice, Plan
 
 # Deeper drafts look alike: nobody counts past this.
 MAX_SHADE = 6
 
 
-def columns(shown: Sequence[Column], verdicts: Mapping[str, str], *, is_comparable: bool) -> str:
-    """The race as it stands. The first column is the reference of every speed-up; `verdicts` are badges by column name."""
-    reference = shown[0]
-    cards = (_card(column, reference, verdicts.get(column.name, ""), is_comparable) for column in shown)
-    return f'<div class="race" style="--columns:{len(shown)}">{"".join(cards)}</div>{legend()}'
+class Contestant(Protocol):
+    """What a card's head shows of a column, wherever it runs."""
+
+    label: str
+
+    def figures(self) -> Figures | None:
+        """None before the first step."""
 
 
-def _card(column: Column, reference: Column, badge: str, is_comparable: bool) -> str:
+def columns(shown: Sequence[Column], badges: Mapping[str, str], *, is_comparable: bool) -> str:
+    """The race as it stands. The first column is the reference of every speed-up; badges go by column name."""
+    cards = [_card(column, shown[0], badges.get(column.name, ""), is_comparable, spans(column.steps)) for column in shown]
+    return _grid(cards) + legend()
+
+
+def remote_columns(shown: Sequence[RemoteColumn], badges: Mapping[str, str], *, is_comparable: bool) -> str:
+    """The same for a server's answers, whose tokens' origins are not known here."""
+    return _grid(
+        [_card(column, shown[0], badges.get(column.name, ""), is_comparable, escape(column.text)) for column in shown]
+    )
+
+
+def _grid(cards: Sequence[str]) -> str:
+    return f'<div class="race" style="--columns:{len(cards)}">{"".join(cards)}</div>'
+
+
+def _card(column: Contestant, reference: Contestant, badge: str, is_comparable: bool, answer: str) -> str:
     figures = "".join(
         f'<div title="{escape(hint)}"><dt>{name}</dt><dd>{value}</dd></div>'
         for name, value, hint in _figures(column, reference, is_comparable)
     )
     return (
         f'<section class="column"><header><h3>{escape(column.label)}</h3>{badge}</header>'
-        f'<dl class="figures">{figures}</dl><div class="answer">{spans(column.steps)}</div></section>'
+        f'<dl class="figures">{figures}</dl><div class="answer">{answer}</div></section>'
     )
 
 
-def _figures(column: Column, reference: Column, is_comparable: bool) -> Iterable[tuple[str, str, str]]:
-    mode = column.figures() if column.steps else None
-    base = reference.figures() if reference.steps else None
+def _figures(column: Contestant, reference: Contestant, is_comparable: bool) -> Iterable[tuple[str, str, str]]:
+    own, base = column.figures(), reference.figures()
     ratio = "–"
-    if mode and base and is_comparable:
-        ratio = f"{mode.tokens_per_second / base.tokens_per_second:.2f}×"
-    yield "tokens/s", f"{mode.tokens_per_second:.1f}" if mode else "–", "emitted tokens over seconds, prefill included"
+    if own and base and is_comparable:
+        ratio = f"{own.tokens_per_second / base.tokens_per_second:.2f}×"
+    yield "tokens/s", f"{own.tokens_per_second:.1f}" if own else "–", "emitted tokens over seconds, prefill included"
     yield "speed-up", ratio, f"over the {reference.label} column of this run"
     yield (
         "acceptance length",
-        f"{mode.acceptance_length:.2f}" if mode else "–",
+        f"{own.acceptance_length:.2f}" if own else "–",
         "tokens per target pass, bonus token included",
     )
-    yield "target passes", str(len(column.steps)) if mode else "–", "verify passes so far; prefill is not counted"
+    yield "target passes", str(own.num_target_passes) if own else "–", "verify passes so far; prefill is not counted"
     yield (
         "first token",
-        _milliseconds(column.steps[0].at) if mode else "–",
+        _milliseconds(own.first_seconds) if own else "–",
         "from the start to the first token, with prefill",
     )
 
@@ -72,6 +93,18 @@ def parting_badge(parting: Parting) -> str:
     )
     words = f"✗ differs at token {parting.position + 1}, logit gap {parting.logit_gap:.2g}"
     return f'<span class="badge differs" title="{escape(hint)}">{words}</span>'
+
+
+def same_text_badge() -> str:
+    return '<span class="badge same" title="every character is the reference’s">✓ identical</span>'
+
+
+def text_parting_badge(text: str, expected: str) -> str:
+    """Where a text leaves the reference's, which may be its beginning."""
+    shared = min(len(text), len(expected))
+    at = next((i for i in range(shared) if text[i] != expected[i]), shared)
+    hint = f"“{text[at : at + 20]}” where the reference has “{expected[at : at + 20]}”"
+    return f'<span class="badge differs" title="{escape(hint)}">✗ differs at character {at + 1}</span>'
 
 
 def stopped_badge() -> str:
@@ -274,6 +307,37 @@ def _time(column: Column) -> str:
     return _plot("Where the time went", "the decode loop's own clock, whole answer", bars, "time")
 
 
+def plan(prediction: Plan, choice: Choice) -> str:
+    """A prediction for one size of draft, the best size beside it, and the memory part by part."""
+    best = prediction.best
+    capacity = prediction.card.memory
+    verdict = "It fits" if prediction.fits else "It does not fit"
+    figures = {
+        "speed-up": f"{choice.speedup:.2f}×",
+        "tokens per target pass": f"{choice.expected_tokens:.2f}",
+        "tokens/s at most": f"{choice.tokens_per_second:,.0f}",
+        "draft cost, of a plain pass": f"{choice.draft_cost:.3f}",
+        "verify cost, of a plain pass": f"{choice.verify_cost:.3f}",
+        "best": f"{_count(best.depth, 'draft token')}, {best.speedup:.2f}×",
+    }
+    sizes = {
+        "largest batch at this context": prediction.largest_batch,
+        "largest context at this batch": prediction.largest_context,
+    }
+    parts = {**prediction.memory, "total": prediction.total_bytes}
+    bars = [
+        (name, min(1.0, num_bytes / capacity), f"{num_bytes / 1e9:.2f} GB") for name, num_bytes in parts.items() if num_bytes
+    ]
+    memory = _plot("Memory", f"of the {capacity / 1e9:.0f} GB of the {escape(prediction.card.name)}", bars, "time")
+    total = f"{prediction.total_bytes / 1e9:.2f} of {capacity / 1e9:.2f} GB"
+    return (
+        facts(figures)
+        + note(f"{verdict}: {total}.", "good" if prediction.fits else "error")
+        + facts(sizes)
+        + f'<div class="plots memory">{memory}</div>'
+    )
+
+
 def _plot(title: str, hint: str, bars: Iterable[tuple[str, float, str]], kind: str) -> str:
     rows = "".join(
         f'<div class="bar"><span>{name}</span><i class="{kind}" style="--share:{share:.4f}"></i><b>{value}</b></div>'
@@ -283,11 +347,11 @@ def _plot(title: str, hint: str, bars: Iterable[tuple[str, float, str]], kind: s
     return f"<figure><figcaption>{title}<small>{hint}</small></figcaption>{rows}</figure>"
 
 
-def heading(target: str, dtype: str, device: str) -> str:
+def heading(target: str, *details: str) -> str:
     """The page's title, and what it runs on."""
     return (
         '<div class="heading"><h1>selfspec</h1><p>The same answer in fewer passes: a drafter proposes tokens, the target '
-        f"keeps those it would have written itself. Target: <b>{escape(target)}</b>, {dtype}, {device}.</p></div>"
+        f"keeps those it would have written itself. Target: <b>{escape(target)}</b>, {escape(', '.join(details))}.</p></div>"
     )
 
 

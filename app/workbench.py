@@ -5,8 +5,6 @@ Everything a person can get wrong leaves here as a ValueError with one sentence;
 
 from __future__ import annotations
 
-import json
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -15,16 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from selfspec.app import race, render
+from selfspec.app.bench import Bench, Messages, View
 from selfspec.app.race import Column, Parting
-from selfspec.app.settings import CHAT, LIVE, TEXT, Settings, label_of
+from selfspec.app.settings import LIVE, Settings, label_of
 from selfspec.bench import environment
 from selfspec.drafters import Drafter, load_drafter
 from selfspec.heads.base import find_head, read_config
 from selfspec.hub import HEAD_TYPES, drafter_for, load_head, shipped_head, shipped_heads
 from selfspec.sequence import Request
 from selfspec.target import Target
-
-Messages = list[dict[str, str]]
 
 # While a column is measured, its progress is shown seldom: drawing takes time from the same processor.
 SECONDS_PER_PROGRESS = 0.5
@@ -65,15 +62,6 @@ class Race:
 
 
 @dataclass(frozen=True)
-class View:
-    """What the page shows now: a line of text, the columns (those before if empty), and at the end the race to look into."""
-
-    message: str
-    html: str = ""
-    race: Race | None = None
-
-
-@dataclass(frozen=True)
 class HeadReport:
     """A head's figures and card, the drafter that it makes here (None where it does not fit), and the verdict in words."""
 
@@ -83,46 +71,26 @@ class HeadReport:
     verdict: str
 
 
-class Workbench:
-    """One target and the drafters loaded for it.
-
-    Attributes:
-        drafters: those that work for this target as it stands, by name, with their labels: what the page offers.
-    """
+class Workbench(Bench):
+    """One target and the drafters loaded for it, those that work for the target as it stands."""
 
     def __init__(self, target: Target) -> None:
+        super().__init__()
         self.target = target
         self.drafters = {name: label_of(name) for name in ("ngram", *_shipped_drafters(target))}
         self._loaded: dict[str, Drafter | None] = {"none": None}
-        self._stops: dict[str, threading.Event] = {}
-        # Runs to download; removed with the process.
-        self._folder = tempfile.TemporaryDirectory(prefix="selfspec-app-")
 
-    def expect(self, session: str) -> None:
-        """A race of this session is about to wait for its turn: from here on it can be stopped."""
-        self._stops[session] = threading.Event()
-
-    def stop(self, session: str) -> None:
-        """End this session's race after the verify step that is under way, or before its first."""
-        if session in self._stops:
-            self._stops[session].set()
-
-    def race(self, settings: Settings, history: Messages, session: str) -> Iterator[View]:
-        """Run all columns on the prompt and show them; closing the iterator ends the work too."""
-        stop = self._stops.setdefault(session, threading.Event())
-        try:
-            request = Request(self._prompt_ids(settings, history), settings.sampling)
-            contestants = []
-            for name in ("none", *settings.drafters):
-                if name not in self._loaded:
-                    yield View(f"Loading {label_of(name)} …")
-                    self._loaded[name] = load_drafter(name, self.target)
-                contestants.append((Column(name, label_of(name)), self._loaded[name]))
-            result = Race(settings, [column for column, _ in contestants])
-            show = self._together if settings.timing == LIVE else self._alone_then_replay
-            yield from show(result, request, contestants, stop)
-        finally:
-            self._stops.pop(session, None)
+    def _race(self, settings: Settings, prompt: str | Messages, stop: threading.Event) -> Iterator[View]:
+        request = Request(self._prompt_ids(prompt), settings.sampling)
+        contestants = []
+        for name in ("none", *settings.drafters):
+            if name not in self._loaded:
+                yield View(f"Loading {label_of(name)} …")
+                self._loaded[name] = load_drafter(name, self.target)
+            contestants.append((Column(name, label_of(name)), self._loaded[name]))
+        result = Race(settings, [column for column, _ in contestants])
+        show = self._together if settings.timing == LIVE else self._alone_then_replay
+        yield from show(result, request, contestants, stop)
 
     def _alone_then_replay(
         self,
@@ -180,14 +148,7 @@ class Workbench:
         is_whole = all(column.finish_reason is not None for column in result.columns)
         return View(message if is_whole or not stop.is_set() else "Stopped.", result.html(), result)
 
-    def _prompt_ids(self, settings: Settings, history: Messages) -> list[int]:
-        if not settings.prompt.strip():
-            raise ValueError("The prompt is empty: write something, or take one of the examples.")
-        prompt: str | Messages = settings.prompt
-        if settings.kind != TEXT:
-            opening = [{"role": "system", "content": settings.system}] if settings.system.strip() else []
-            before = history if settings.kind == CHAT else []
-            prompt = [*opening, *before, {"role": "user", "content": settings.prompt}]
+    def _prompt_ids(self, prompt: str | Messages) -> list[int]:
         prompt_ids = self.target.encode(prompt)
         if len(prompt_ids) >= self.target.context_length:
             limit = self.target.context_length
@@ -196,9 +157,8 @@ class Workbench:
             )
         return prompt_ids
 
-    def save(self, result: Race) -> Path:
-        """The race as a JSON file, to be downloaded."""
-        record = {
+    def record(self, result: Race) -> dict[str, Any]:
+        return {
             "environment": environment(self.target),
             "settings": result.settings.to_dict(),
             "columns": [
@@ -211,9 +171,6 @@ class Workbench:
                 for column in result.columns
             ],
         }
-        path = Path(tempfile.mkdtemp(dir=self._folder.name)) / "selfspec-run.json"
-        path.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
-        return path
 
     def shipped_heads(self) -> list[tuple[str, str]]:
         """Label and folder of every head that comes with the package, whichever target it is for."""

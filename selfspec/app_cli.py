@@ -18,6 +18,12 @@ def register(cli: typer.Typer) -> None:
         port: Annotated[
             int | None, typer.Option("--port", help="the first free one from 7860 by default", min=1, max=65535)
         ] = None,
+        server: Annotated[
+            str | None, typer.Option("--server", help="race on a running `selfspec serve`, such as http://127.0.0.1:8000/v1")
+        ] = None,
+        api_key: Annotated[
+            str | None, typer.Option("--api-key", envvar="SELFSPEC_API_KEY", help="the key that the server asks for")
+        ] = None,
     ) -> None:
         """Open a page on which drafters race, and that shows why one wins."""
         try:
@@ -27,10 +33,15 @@ def register(cli: typer.Typer) -> None:
 
         from selfspec import display
         from selfspec.app.main import serve
+        from selfspec.app.remote import Server
 
         quiet_libraries()
-        with display.stage(f"loading {target.source}"):
-            model = target.load()
-            page = serve(model, host=host, port=port)
+        if server is not None:
+            if target.target is not None:
+                raise ValueError("--target and --server exclude each other: a server has its own target")
+            page = serve(Server(server, api_key), host=host, port=port)
+        else:
+            with display.stage(f"loading {target.source}"):
+                page = serve(target.load(), host=host, port=port)
         typer.echo(f"{page.local_url} (Ctrl-C ends it)")
         page.block_thread()

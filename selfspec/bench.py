@@ -3,6 +3,10 @@
 Every prompt is answered by every mode in turn, so that a slow spell of a shared machine meets all of them alike. A task's
 speed-up is the median over its prompts of the ratio of seconds a token. Prefill is the same work in every mode and is timed
 apart: `decode` ratios leave it out, `total` ratios do not.
+
+Beside each measured speed-up stands the cost model's prediction (`selfspec.estimate.speedup`): a task's acceptance length
+over what a step costs, one pair of cost ratios for the whole run. The gap is what the model leaves out: the host's time
+between drafts and passes, and that costs differ from task to task, with the text's length and with how much is drafted.
 """
 
 from __future__ import annotations
@@ -19,9 +23,13 @@ import transformers
 
 from selfspec.compare import WARM_UP, transformers_run
 from selfspec.config import SamplingParams
+from selfspec.decode import decode
 from selfspec.drafters import Drafter
-from selfspec.generation import generate
+from selfspec.estimate import speedup
+from selfspec.generation import Completion, completion_of
+from selfspec.planner import Planner
 from selfspec.prompts import PromptRow, read_prompts
+from selfspec.sequence import Request
 from selfspec.target import Target
 
 DATA = Path(__file__).parent / "data"
@@ -34,7 +42,11 @@ BASELINE = "transformers"
 
 @dataclass(frozen=True)
 class Measurement:
-    """One prompt answered by one mode; transformers' prefill is not told apart (None)."""
+    """One prompt answered by one mode; of transformers only the whole time is known (None for its parts).
+
+    Attributes:
+        draft_seconds, verify_seconds: of all drafting, and of all target passes with the acceptance behind them.
+    """
 
     task: str
     prompt_id: str
@@ -44,11 +56,21 @@ class Measurement:
     num_tokens: int
     num_target_passes: int
     is_identical: bool
+    draft_seconds: float | None = None
+    verify_seconds: float | None = None
 
     @property
     def decode_seconds_per_token(self) -> float:
         assert self.prefill_seconds is not None
         return (self.seconds - self.prefill_seconds) / self.num_tokens
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a step of a mode costs on average, relative to a plain pass: its drafting, and its pass over the tree."""
+
+    draft: float
+    verify: float
 
 
 @dataclass(frozen=True)
@@ -59,6 +81,7 @@ class Summary:
         tokens_per_second: all tokens over all seconds, prefill included.
         acceptance_length: tokens per target pass, bonus token included.
         decode_speedup, total_speedup: against plain decoding, without and with prefill.
+        predicted_speedup: what the cost model says of `decode_speedup`, from `costs` and the acceptance length.
         baseline_speedup: against transformers' generate, with prefill; None where it did not run.
         num_identical: prompts whose tokens equal plain decoding's.
     """
@@ -70,6 +93,8 @@ class Summary:
     total_speedup: float
     baseline_speedup: float | None
     num_identical: int
+    costs: Costs | None
+    predicted_speedup: float | None
 
 
 def read_benchmark(name: str | Path) -> list[PromptRow]:
@@ -103,7 +128,7 @@ def run(
     modes = {PLAIN: None, **drafters}
     prompts = [(task, row, target.encode(row.prompt)) for task, rows in tasks.items() for row in rows]
     for drafter in modes.values():
-        generate(target, [prompts[0][2]], drafter=drafter, sampling=WARM_UP)
+        _answer(target, prompts[0][2], drafter, WARM_UP)
     baseline = None
     if baseline_source is not None:
         baseline = transformers_run(target, [ids for _, _, ids in prompts], sampling=sampling, source=baseline_source)
@@ -111,7 +136,9 @@ def run(
     for task, row, ids in prompts:
         expected: list[int] = []
         for mode, drafter in modes.items():
-            (completion,) = generate(target, [ids], drafter=drafter, sampling=sampling, use_cost_guard=use_cost_guard)
+            completion, draft_seconds, verify_seconds = _answer(
+                target, ids, drafter, sampling, use_cost_guard=use_cost_guard
+            )
             if mode == PLAIN:
                 expected = completion.token_ids
             measurements.append(
@@ -124,6 +151,8 @@ def run(
                     len(completion.token_ids),
                     completion.num_target_passes,
                     completion.token_ids == expected,
+                    draft_seconds,
+                    verify_seconds,
                 )
             )
         if baseline is not None:
@@ -144,6 +173,18 @@ def run(
     return measurements
 
 
+def _answer(
+    target: Target, ids: list[int], drafter: Drafter | None, sampling: SamplingParams, *, use_cost_guard: bool = True
+) -> tuple[Completion, float, float]:
+    """The answer, and the seconds of its drafting and of its target passes; these run on the host's clock, as planned by."""
+    draft_seconds = verify_seconds = 0.0
+    planner = None if use_cost_guard else Planner(is_active=False)
+    for step in decode(target, [Request(ids, sampling)], drafter=drafter, planner=planner):
+        draft_seconds += step.seconds.draft
+        verify_seconds += step.seconds.verify + step.seconds.accept
+    return completion_of(step.sequences[0]), draft_seconds, verify_seconds
+
+
 def summarise(measurements: Sequence[Measurement]) -> dict[str, dict[str, Summary]]:
     """Task -> mode -> summary, with a last task `overall` over all prompts."""
     by_prompt: dict[tuple[str, str], dict[str, Measurement]] = {}
@@ -152,16 +193,28 @@ def summarise(measurements: Sequence[Measurement]) -> dict[str, dict[str, Summar
     tasks = list(dict.fromkeys(m.task for m in measurements))
     modes = list(dict.fromkeys(m.mode for m in measurements))
     out: dict[str, dict[str, Summary]] = {}
+    costs = {mode: _costs(measurements, mode) for mode in modes if mode != BASELINE}
     for task in [*tasks, "overall"]:
         prompts = [of for (of_task, _), of in by_prompt.items() if task in (of_task, "overall")]
-        out[task] = {mode: _summary(prompts, mode) for mode in modes}
+        out[task] = {mode: _summary(prompts, mode, costs.get(mode)) for mode in modes}
     return out
 
 
-def _summary(prompts: Sequence[Mapping[str, Measurement]], mode: str) -> Summary:
+def _costs(measurements: Sequence[Measurement], mode: str) -> Costs:
+    """Means over all passes of the run."""
+
+    def seconds_per_pass(of: str, part: str) -> float:
+        own = [m for m in measurements if m.mode == of]
+        return sum(getattr(m, part) for m in own) / sum(m.num_target_passes for m in own)
+
+    plain = seconds_per_pass(PLAIN, "verify_seconds")
+    return Costs(seconds_per_pass(mode, "draft_seconds") / plain, seconds_per_pass(mode, "verify_seconds") / plain)
+
+
+def _summary(prompts: Sequence[Mapping[str, Measurement]], mode: str, costs: Costs | None) -> Summary:
     own = [of[mode] for of in prompts]
 
-    def speedup(other: str) -> float:
+    def ratio(other: str) -> float:
         return median(
             (of[other].seconds / of[other].num_tokens) / (of[mode].seconds / of[mode].num_tokens) for of in prompts
         )
@@ -169,14 +222,17 @@ def _summary(prompts: Sequence[Mapping[str, Measurement]], mode: str) -> Summary
     decode = None
     if mode != BASELINE:
         decode = median(of[PLAIN].decode_seconds_per_token / of[mode].decode_seconds_per_token for of in prompts)
+    acceptance_length = sum(m.num_tokens for m in own) / sum(m.num_target_passes for m in own)
     return Summary(
         num_prompts=len(own),
         tokens_per_second=sum(m.num_tokens for m in own) / sum(m.seconds for m in own),
-        acceptance_length=sum(m.num_tokens for m in own) / sum(m.num_target_passes for m in own),
+        acceptance_length=acceptance_length,
         decode_speedup=decode,
-        total_speedup=speedup(PLAIN),
-        baseline_speedup=speedup(BASELINE) if BASELINE in prompts[0] else None,
+        total_speedup=ratio(PLAIN),
+        baseline_speedup=ratio(BASELINE) if BASELINE in prompts[0] else None,
         num_identical=sum(m.is_identical for m in own),
+        costs=costs,
+        predicted_speedup=speedup(acceptance_length, costs.draft, costs.verify) if costs else None,
     )
 
 

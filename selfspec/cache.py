@@ -38,8 +38,12 @@ class KVShape:
     key_dim: int
     value_dim: int
 
+    @property
+    def num_values_per_token(self) -> int:
+        return self.num_layers * self.num_kv_heads * (self.key_dim + self.value_dim)
+
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return self.num_layers * self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+        return self.num_values_per_token * dtype.itemsize
 
 
 @dataclass(eq=False)

@@ -16,6 +16,7 @@ from selfspec.fetch import default_target_path
 from selfspec.fetch import fetch as fetch_default_target
 from selfspec.interop_cli import app as interop_app
 from selfspec.options import DraftOptions, TargetOptions, command, quiet_libraries
+from selfspec.plan_cli import register as register_plan
 from selfspec.prompts import OutputWriter, PromptRow, read_prompts
 from selfspec.serve_cli import register as register_serve
 
@@ -28,6 +29,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(interop_app)
 register_app(app)
 register_serve(app)
+register_plan(app)
 
 DEMO_PROMPTS = Path(__file__).parent / "data" / "demo_prompts.jsonl"
 

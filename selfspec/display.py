@@ -1,6 +1,7 @@
 """What the commands show: results on stdout, progress on stderr and only where a person watches it."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich import box
@@ -13,6 +14,7 @@ from rich.text import Text
 from selfspec.bench import Summary
 from selfspec.compare import Answer, Mode, first_difference
 from selfspec.doctor import Finding
+from selfspec.plan import Plan
 from selfspec.prompts import PromptRow
 from selfspec.train.conversations import Report
 
@@ -85,10 +87,11 @@ def _excerpt(text: str, max_chars: int) -> str:
 
 def show_benchmark(summaries: Mapping[str, Mapping[str, Summary]], environment: Mapping[str, object]) -> None:
     """One row for each task and mode; speed-ups are against the first mode of the task."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    # A terminal of 80 columns has room for it all.
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     table.add_column("task", no_wrap=True)
     table.add_column("mode", no_wrap=True)
-    for heading in ("tokens\n/s", "accept\nlength", "decode\nspeed", "total\nspeed", "vs\ntransf.", "same"):
+    for heading in ("tokens\n/s", "accept\nlength", "decode\nspeed", "pre-\ndicted", "total\nspeed", "vs\ntransf.", "same"):
         table.add_column(heading, justify="right", no_wrap=True)
     for task, modes in summaries.items():
         for i, (mode, summary) in enumerate(modes.items()):
@@ -98,6 +101,7 @@ def show_benchmark(summaries: Mapping[str, Mapping[str, Summary]], environment: 
                 f"{summary.tokens_per_second:.1f}",
                 f"{summary.acceptance_length:.2f}",
                 _ratio(summary.decode_speedup),
+                _ratio(summary.predicted_speedup),
                 _ratio(summary.total_speedup),
                 _ratio(summary.baseline_speedup),
                 f"{summary.num_identical}/{summary.num_prompts}",
@@ -107,10 +111,72 @@ def show_benchmark(summaries: Mapping[str, Mapping[str, Summary]], environment: 
     stdout.print(", ".join(f"{name} {value}" for name, value in environment.items()))
     stdout.print("Speeds are medians over prompts, relative to none; total includes prefill, and so does vs transformers.")
     stdout.print("Accept length: tokens per target pass, bonus token included. Same: prompts with the tokens of none.")
+    stdout.print(
+        "Predicted: the decode speed by the cost model, accept length / (draft cost + verify cost), from this run's"
+    )
+    costs = {mode: summary.costs for mode, summary in summaries["overall"].items() if summary.costs}
+    stdout.print(
+        "costs of a step: " + ", ".join(f"{mode} {c.draft:.3f} + {c.verify:.3f}" for mode, c in costs.items()) + "."
+    )
 
 
 def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}x"
+
+
+def show_plan(plan: Plan) -> None:
+    """Memory part by part, whether it fits, and what each size of draft is predicted to do."""
+    memory = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    memory.add_column("memory", no_wrap=True)
+    memory.add_column("GB", justify="right", no_wrap=True)
+    for name, num_bytes in plan.memory.items():
+        memory.add_row(name, f"{num_bytes / 1e9:.2f}")
+    memory.add_section()
+    memory.add_row("total", f"{plan.total_bytes / 1e9:.2f}")
+    memory.add_row(plan.card.name, f"{plan.card.memory / 1e9:.2f}")
+    stdout.print(memory)
+    stdout.print(
+        Text("It fits." if plan.fits else "It does not fit.", style="green" if plan.fits else "red"),
+        f"Largest batch at {plan.context} tokens: {plan.largest_batch}. "
+        f"Largest context at batch {plan.batch_size}: {plan.largest_context}.",
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in (
+        "draft\ndepth",
+        "nodes",
+        "tokens\n/pass",
+        "draft\ncost",
+        "verify\ncost",
+        "speed-up",
+        "tokens/s\nat most",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for choice in plan.shown_choices():
+        table.add_row(
+            str(choice.depth),
+            str(choice.num_nodes),
+            f"{choice.expected_tokens:.2f}",
+            f"{choice.draft_cost:.3f}",
+            f"{choice.verify_cost:.3f}",
+            f"{choice.speedup:.2f}x",
+            f"{choice.tokens_per_second:.0f}",
+            style="bold" if choice == plan.best else None,
+        )
+    stdout.print(table)
+    best = plan.best
+    size = f"{_count(best.depth, 'draft token')} deep, {_count(best.num_nodes, 'node')}"
+    stdout.print(f"Best: {size}, {best.speedup:.2f}x plain decoding ({plan.acceptance}).")
+    stdout.print(f"{plan.target}, {plan.dtype}, weights from its {plan.weights_from}; {plan.card.name}: {_rates(plan)}.")
+    stdout.print("Costs are relative to a plain pass. Passes take the time of their roofline; host time is left out.")
+
+
+def _rates(plan: Plan) -> str:
+    peak = f", {plan.card.peak / 1e12:.0f} TFLOP/s" if math.isfinite(plan.card.peak) else ""
+    return f"{plan.card.bandwidth / 1e9:.0f} GB/s{peak}"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def show_findings(findings: Sequence[Finding]) -> None:

@@ -74,7 +74,7 @@ def load_model(
         ValueError: unknown or damaged source, or a family that cannot be served; the sentence says which.
     """
     resolved_device = resolve_device(device)
-    config = _load_config(source, revision)
+    config = load_config(source, revision)
     check_family(config)
     quantized = dtype if dtype in QUANTIZED else None
     resolved_dtype = resolve_dtype("auto" if quantized else dtype, config, resolved_device)
@@ -133,7 +133,8 @@ def check_family(config: PretrainedConfig) -> None:
         raise ValueError(f"{name} uses chunked attention, which selfspec does not serve")
 
 
-def _load_config(source: str | Path, revision: str | None) -> PretrainedConfig:
+def load_config(source: str | Path, revision: str | None) -> PretrainedConfig:
+    """A model's configuration, of a folder or from the Hub; a ValueError in one sentence where there is none."""
     is_local = Path(source).exists()
     try:
         return AutoConfig.from_pretrained(source, revision=revision)

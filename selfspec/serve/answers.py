@@ -202,6 +202,16 @@ def usage(completions: list[Completion], drafter: str) -> JSON:
     }
 
 
+def running_usage(num_prompt: int, num_completion: int, num_passes: int) -> JSON:
+    """Of one choice so far."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "speculation": {"verify_passes": num_passes},
+    }
+
+
 async def collect(events: Events, on_completion: Callable[[Completion], None]) -> list[Completion]:
     """All completions of a call, each told as soon as it is there."""
     completions = []
@@ -219,12 +229,15 @@ async def lines(
     *,
     num_prompts: int,
     wants_usage: bool,
+    wants_running_usage: bool,
     use_logprobs: bool,
 ) -> AsyncIterator[bytes]:
     """A stream's server-sent events. An error after its beginning is an event of its own, and the last."""
     completions = []
     # With usage asked for, every chunk but the last says that it has none.
     more: JSON = {"usage": None} if wants_usage else {}
+    # By choice, the tokens and passes so far.
+    running: dict[int, tuple[int, int]] = {}
     try:
         for chunk in answer.first_chunks(num_prompts):
             yield _line({**chunk, **more})
@@ -232,8 +245,14 @@ async def lines(
             if event.completion is not None:
                 on_completion(event.completion)
                 completions.append(event.completion)
+            if wants_running_usage:
+                index = answer.choice_index(event.request)
+                num_tokens, num_passes = running.get(index, (0, 0))
+                running[index] = num_tokens, num_passes = num_tokens + len(event.token_ids), num_passes + 1
+                more = {"usage": running_usage(len(event.request.prompt_ids), num_tokens, num_passes)}
             # A step whose text waits for the rest of a character, or may become a stop string, has nothing to show.
-            if event.text or event.completion is not None or (use_logprobs and event.token_ids):
+            has_counts = (use_logprobs or wants_running_usage) and event.token_ids
+            if event.text or event.completion is not None or has_counts:
                 yield _line(answer.chunk([answer.piece(event)], **more))
         if wants_usage:
             yield _line(answer.chunk([], usage=usage(completions, answer.drafter)))

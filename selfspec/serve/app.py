@@ -121,6 +121,7 @@ async def _respond(
                 on_completion,
                 num_prompts=num_prompts,
                 wants_usage=body.wants_usage,
+                wants_running_usage=body.wants_running_usage,
                 use_logprobs=use_logprobs,
             )
         )

@@ -21,7 +21,14 @@ class StreamOptions(BaseModel):
     model_config = STRICT
 
     include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
     include_obfuscation: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_usage(self) -> Self:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise ValueError("continuous_usage_stats goes with include_usage: set that to true, too")
+        return self
 
 
 class JsonSchema(BaseModel):
@@ -93,6 +100,10 @@ class _Request(_Ignored):
     @property
     def wants_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_running_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:

@@ -15,6 +15,7 @@ from selfspec.hub import identity
 
 pytest.importorskip("gradio", reason="the page needs gradio: pip install 'selfspec[app]'")
 
+DESKTOP = {"width": 1280, "height": 900}
 CHROMIUM_OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 
 
@@ -45,3 +46,22 @@ def browser() -> Iterator[Any]:
         browser = driver.chromium.launch(executable_path=chromium, args=CHROMIUM_OPTIONS)
         yield browser
         browser.close()
+
+
+@pytest.fixture
+def page(browser, address) -> Iterator[Any]:
+    """A fresh visitor; a page that asks any other host, or has a script error, fails its test."""
+    context = browser.new_context(viewport=DESKTOP)
+    page = context.new_page()
+    strangers: list[str] = []
+    errors: list[str] = []
+    page.on("request", lambda request: strangers.append(request.url) if not is_ours(request.url, address) else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    yield page
+    context.close()
+    assert strangers == []
+    assert errors == []
+
+
+def is_ours(url: str, address: str) -> bool:
+    return url.startswith((address, "data:", "blob:"))

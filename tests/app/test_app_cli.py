@@ -14,6 +14,19 @@ from selfspec.app_cli import register
 
 
 @pytest.fixture
+def served(monkeypatch) -> dict:
+    """What the page would be served with."""
+    served: dict = {}
+
+    def serve(source, **options):
+        served.update(options, source=source)
+        return SimpleNamespace(local_url="http://here/", block_thread=lambda: served.update(is_blocked=True))
+
+    monkeypatch.setattr(main, "serve", serve)
+    return served
+
+
+@pytest.fixture
 def cli() -> typer.Typer:
     cli = typer.Typer()
     # With a callback, a lone command keeps its name on the command line.
@@ -22,18 +35,29 @@ def cli() -> typer.Typer:
     return cli
 
 
-def test_options_reach_the_server(cli, monkeypatch, tiny_target_dir):
-    served = {}
-
-    def serve(target, **options):
-        served.update(options, target=target.name)
-        return SimpleNamespace(local_url="http://here/", block_thread=lambda: served.update(is_blocked=True))
-
-    monkeypatch.setattr(main, "serve", serve)
+def test_options_reach_the_server(cli, served, tiny_target_dir):
     result = CliRunner().invoke(cli, ["app", "--target", str(tiny_target_dir), "--device", "cpu", "--port", "7999"])
     assert result.exit_code == 0, result.output
-    assert served == {"host": "127.0.0.1", "port": 7999, "target": str(tiny_target_dir), "is_blocked": True}
+    assert served.pop("source").name == str(tiny_target_dir)
+    assert served == {"host": "127.0.0.1", "port": 7999, "is_blocked": True}
     assert "http://here/" in result.output
+
+
+def test_a_server_takes_the_place_of_a_target(cli, served):
+    result = CliRunner().invoke(cli, ["app", "--server", "http://127.0.0.1:8000", "--api-key", "secret"])
+    assert result.exit_code == 0, result.output
+    assert served["source"].url == "http://127.0.0.1:8000/v1"
+    assert "secret" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [(["--server", "elsewhere"], "is no address"), (["--server", "http://a", "--target", "b"], "exclude each other")],
+)
+def test_a_wrong_server_is_one_line(cli, served, args, problem):
+    result = CliRunner().invoke(cli, ["app", *args])
+    assert result.exit_code == 1 and problem in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_without_gradio_it_says_what_to_install(cli, monkeypatch):

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from selfspec import SamplingParams, generate
+from selfspec.app.bench import prompt_of
 from selfspec.app.race import SECONDS_PER_FRAME, Parting
 from selfspec.app.settings import CHAT, LIVE, TEXT, Settings
 from selfspec.app.workbench import Workbench, without_front_matter
@@ -82,13 +83,12 @@ def test_a_race_can_be_stopped_before_its_turn(bench):
     assert [column.steps for column in end.race.columns] == [[], [], []]
 
 
-def test_a_chat_goes_on_from_its_history(bench, target):
+def test_a_chat_goes_on_from_its_history():
     history = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     settings = Settings(prompt="three", system="be brief", kind=CHAT)
-    ids = bench._prompt_ids(settings, history)
     messages = [{"role": "system", "content": "be brief"}, *history, {"role": "user", "content": "three"}]
-    assert ids == target.encode(messages)
-    assert bench._prompt_ids(Settings(prompt=" as it stands", kind=TEXT), history) == target.encode(" as it stands")
+    assert prompt_of(settings, history) == messages
+    assert prompt_of(Settings(prompt=" as it stands", kind=TEXT), history) == " as it stands"
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,7 @@ def test_a_chat_goes_on_from_its_history(bench, target):
     [
         (Settings(prompt=" \n"), "The prompt is empty"),
         (Settings(prompt="the cat " * 3000), "tokens, and the target takes 4096"),
+        (Settings(prompt="x", drafters=("a",)), "drafter 'a' is not known"),
         (Settings(prompt="x", drafters=("truncated:9",)), "truncated:9 is out of range"),
         (Settings(prompt="x", drafters=("eagle",)), "no shipped eagle head fits"),
         (Settings(prompt="x", drafters=("medusa:nowhere/at-all",)), "nowhere/at-all: no such folder"),

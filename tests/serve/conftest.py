@@ -1,8 +1,6 @@
 """The tiny target, loaded once; engines and servers that end with their tests, and must have freed all they held."""
 
 # ruff: noqa: E402
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,15 +11,12 @@ for name in ("fastapi", "uvicorn", "prometheus_client", "llguidance", "openai", 
     pytest.importorskip(name, reason=f"the server's tests need {name}: pip install openai httpx 'selfspec[serve]'")
 
 import httpx
-import uvicorn
-from prometheus_client.parser import text_string_to_metric_families
+from live_server import LiveServer
 
 from selfspec.capture import Capture
 from selfspec.drafters import Drafter, DraftModelDrafter, NgramDrafter
 from selfspec.engine import SpecEngine
-from selfspec.serve.app import create_app
 from selfspec.serve.options import ServeOptions
-from selfspec.serve.server import listen
 from selfspec.serve.service import Service
 from selfspec.target import Target
 
@@ -46,43 +41,6 @@ def make_engine(target: Target) -> Iterator[Callable[..., SpecEngine]]:
         assert engine.drain(timeout=30)
         assert engine.num_used_blocks == 0
         engine.close()
-
-
-class LiveServer:
-    """A server on a port of this machine, in threads of this process."""
-
-    def __init__(self, service: Service) -> None:
-        listener = listen("127.0.0.1", 0)
-        self.service = service
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        config = uvicorn.Config(create_app(service), lifespan="off", log_config=None, timeout_graceful_shutdown=5)
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
-        self._thread.start()
-
-    @property
-    def engine(self) -> SpecEngine:
-        return self.service.engine
-
-    def wait_until_idle(self) -> None:
-        deadline = time.monotonic() + 10
-        while self.engine.num_used_blocks or self.engine.num_running or self.engine.num_waiting:
-            assert time.monotonic() < deadline, "something is still held"
-            time.sleep(0.005)
-
-    def metrics(self) -> dict[str, float]:
-        """Every sample by its name, summed over its labels."""
-        sums: dict[str, float] = {}
-        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics").text):
-            for sample in family.samples:
-                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
-        return sums
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(20)
-        self.service.close()
-        assert not self._thread.is_alive()
 
 
 @pytest.fixture

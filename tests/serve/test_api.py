@@ -228,6 +228,24 @@ def test_mistakes_are_named(server: Server, name: str, is_stream: bool) -> None:
     assert set(error) == {"message", "type", "param", "code"}
 
 
+def test_counts_may_come_with_every_piece(client: openai.OpenAI, target: Target) -> None:
+    expected = expect(target, MESSAGES)
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    call: dict[str, Any] = {"model": "tiny", **CHAT, "temperature": 0, "stream": True, "stream_options": options}
+    opening, *pieces, end = client.chat.completions.create(**call, extra_body={"drafter": "ngram"})
+    assert opening.usage is None and end.choices == []
+    counts = [(piece.usage.completion_tokens, piece.usage.speculation["verify_passes"]) for piece in pieces]
+    assert [passes for _, passes in counts] == list(range(1, end.usage.speculation["verify_passes"] + 1))
+    assert counts == sorted(counts) and counts[-1][0] == len(expected.token_ids) == end.usage.completion_tokens
+    assert {piece.usage.prompt_tokens for piece in pieces} == {end.usage.prompt_tokens}
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == expected.text
+
+
+def test_running_counts_are_usage(post: Post) -> None:
+    answer = post(**CHAT, stream=True, stream_options={"continuous_usage_stats": True})
+    assert answer.status_code == 400 and "goes with include_usage" in answer.json()["error"]["message"]
+
+
 def test_stream_options_need_a_stream(post: Post) -> None:
     answer = post(**CHAT, stream_options={"include_usage": True})
     assert answer.status_code == 400 and "goes with a stream" in answer.json()["error"]["message"]

@@ -1,0 +1,216 @@
+"""A running `selfspec serve` seen from outside: its drafters, and answers that stream over its API.
+
+Requests run in a thread of their own with an event loop, so that a stop closes their connections at once, whatever the
+server is doing; it then cancels them. A column's clock is this side's: from sending the request to a piece's arrival.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from selfspec.app.race import Figures
+
+JSON = dict[str, Any]
+
+CONNECT_SECONDS = 5.0
+# An answer may wait its turn for long; a server that is gone is noticed by its connection.
+READ_SECONDS = 600.0
+# How long a stop may go unnoticed.
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A step's news of one answer.
+
+    Attributes:
+        at: seconds since the request was sent.
+        num_tokens, num_passes: of the answer so far.
+    """
+
+    at: float
+    text: str
+    num_tokens: int
+    num_passes: int
+
+
+@dataclass
+class RemoteColumn:
+    """One drafter's answer, as far as it has come; at its end `speculation` is the server's own account of it."""
+
+    name: str
+    label: str
+    pieces: list[Piece] = field(default_factory=list)
+    finish_reason: str | None = None
+    speculation: JSON | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+    def figures(self) -> Figures | None:
+        """None before the first step; in the end by the server's count of passes."""
+        if not self.pieces or not self.pieces[-1].num_tokens:
+            return None
+        last = self.pieces[-1]
+        num_passes = self.speculation["verify_passes"] if self.speculation else last.num_passes
+        return Figures(last.num_tokens, num_passes, last.at, self.pieces[0].at)
+
+    def take(self, chunk: JSON, at: float) -> None:
+        """Add what a chunk of the stream brings."""
+        choices, usage = chunk["choices"], chunk.get("usage")
+        if usage is not None and not choices:
+            self.speculation = usage["speculation"]
+        if usage is None or not choices:
+            return
+        choice = choices[0]
+        text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        self.pieces.append(Piece(at, text, usage["completion_tokens"], usage["speculation"]["verify_passes"]))
+        self.finish_reason = choice["finish_reason"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request to an endpoint that streams."""
+
+    path: str
+    body: JSON
+
+
+class Server:
+    """The API at an address, such as `http://127.0.0.1:8000/v1`.
+
+    Raises:
+        ValueError: no address of HTTP. Every method does where the server does not answer, or refuses: one sentence.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        address = url.strip().rstrip("/")
+        if not address.startswith(("http://", "https://")):
+            raise ValueError(f"server {url!r} is no address: write one such as http://127.0.0.1:8000/v1")
+        self.url = address if address.endswith("/v1") else f"{address}/v1"
+        self._options: dict[str, Any] = {
+            "base_url": self.url,
+            "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
+            "timeout": httpx.Timeout(CONNECT_SECONDS, read=READ_SECONDS),
+        }
+
+    def model(self) -> str:
+        """The name of what it serves."""
+        return self._get("models")[0]["id"]
+
+    def drafters(self) -> list[str]:
+        """Those that work, by the names that requests use; `none` is left out."""
+        heads = self._get("heads")
+        return [head["id"] for head in heads if head["status"] == "ready" and head["id"] != "none"]
+
+    def stream(
+        self, calls: Mapping[str, Call], is_stopped: Callable[[], bool] = lambda: False
+    ) -> Iterator[tuple[str, JSON, float]]:
+        """Run calls at the same time; their chunks by name as they come, with the seconds since each was sent.
+
+        A stop, an error and closing the iterator end all of them.
+        """
+        news: queue.SimpleQueue[tuple[str, JSON, float] | Exception | None] = queue.SimpleQueue()
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(self._follow_all(calls, news))
+
+        def run() -> None:
+            try:
+                loop.run_until_complete(task)
+                news.put(None)
+            except asyncio.CancelledError:
+                pass
+            except Exception as error:
+                news.put(error)
+            finally:
+                loop.run_until_complete(loop.shutdown_asyncgens())
+
+        thread = threading.Thread(target=run, name="selfspec-streams", daemon=True)
+        thread.start()
+        try:
+            while not is_stopped():
+                try:
+                    item = news.get(timeout=POLL_SECONDS)
+                except queue.Empty:
+                    continue
+                if item is None:
+                    return
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            # Nothing happens where the task is done: the loop is closed only here.
+            loop.call_soon_threadsafe(task.cancel)
+            thread.join()
+            loop.close()
+
+    async def _follow_all(self, calls: Mapping[str, Call], news: queue.SimpleQueue[Any]) -> None:
+        try:
+            async with httpx.AsyncClient(**self._options) as client, asyncio.TaskGroup() as group:
+                for name, call in calls.items():
+                    group.create_task(self._follow(client, name, call, news))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _follow(self, client: httpx.AsyncClient, name: str, call: Call, news: queue.SimpleQueue[Any]) -> None:
+        start = time.perf_counter()
+        try:
+            async with client.stream("POST", call.path, json=call.body) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    raise ValueError(self._refusal(response))
+                async for line in response.aiter_lines():
+                    if line == "data: [DONE]":
+                        return
+                    if line.startswith("data: "):
+                        chunk = json.loads(line.removeprefix("data: "))
+                        if "error" in chunk:
+                            raise ValueError(f"{self.url} gave up on {name}: {chunk['error']['message']}")
+                        news.put((name, chunk, time.perf_counter() - start))
+        except httpx.HTTPError as error:
+            raise ValueError(self._failure(error)) from error
+        raise ValueError(self._gone())
+
+    def _get(self, path: str) -> list[JSON]:
+        try:
+            with httpx.Client(**self._options) as client:
+                response = client.get(path, timeout=CONNECT_SECONDS)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ValueError(self._failure(error)) from error
+        if response.status_code != 200:
+            raise ValueError(self._refusal(response))
+        try:
+            return response.json()["data"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.url} is not a selfspec server: correct the address") from error
+
+    def _refusal(self, response: httpx.Response) -> str:
+        if response.status_code == 401:
+            return f"{self.url} refuses this page's API key: open the page with the right --api-key"
+        try:
+            reason = response.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            return (
+                f"{self.url} is not a selfspec server ({response.status_code} for {response.url.path}): correct the address"
+            )
+        return f"{self.url} refuses: {reason}"
+
+    def _failure(self, error: Exception) -> str:
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.InvalidURL):
+            return f"{self.url} does not answer: start `selfspec serve` there, or correct the address"
+        if isinstance(error, httpx.TimeoutException):
+            return f"{self.url} has not answered in time: see what it is doing, and try again"
+        return self._gone()
+
+    def _gone(self) -> str:
+        return f"{self.url} went away before its answer was whole: see whether the server still runs, and try again"

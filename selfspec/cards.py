@@ -1,0 +1,69 @@
+"""Accelerators by name, with the memory, bandwidth and peak that their vendors publish (dense bfloat16, no sparsity)."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Card:
+    """One accelerator: bytes of memory, bytes a second from it, and bfloat16 FLOPs a second."""
+
+    name: str
+    memory: float
+    bandwidth: float
+    peak: float = math.inf
+
+
+def _card(name: str, memory_gb: float, bandwidth_gbs: float, tflops: float) -> Card:
+    return Card(name, memory_gb * GB, bandwidth_gbs * GB, tflops * 1e12)
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        _card("a10", 24, 600, 125),
+        _card("a100-40gb", 40, 1555, 312),
+        _card("a100-80gb", 80, 2039, 312),
+        _card("b200", 180, 8000, 2250),
+        _card("h100", 80, 3350, 989),
+        _card("h100-pcie", 80, 2000, 756),
+        _card("h200", 141, 4800, 989),
+        _card("l4", 24, 300, 121),
+        _card("l40s", 48, 864, 362),
+        _card("mi300x", 192, 5300, 1307),
+        _card("rtx3090", 24, 936, 71),
+        _card("rtx4090", 24, 1008, 165),
+    )
+}
+
+
+def card_named(name: str) -> Card:
+    """A card of the table.
+
+    Raises:
+        ValueError: it is not there; the sentence lists those that are.
+    """
+    if (card := CARDS.get(name.lower())) is None:
+        raise ValueError(f"gpu {name!r} is not in the table: use {', '.join(CARDS)}, or give its memory and bandwidth")
+    return card
+
+
+def card_of_device(device_name: str, memory: float) -> Card | None:
+    """The card that CUDA calls `device_name`, with the memory it has here; None where the table has no such card."""
+    words = set(re.split(r"[^a-z0-9]+", device_name.lower().replace("rtx ", "rtx")))
+    # Of cards that differ by their memory the nearest; of others the one with most of its words there.
+    fitting = [card for card in CARDS.values() if words.issuperset(_words(card.name))]
+    if not fitting:
+        return None
+    card = max(fitting, key=lambda card: (len(_words(card.name)), -abs(card.memory - memory)))
+    return Card(card.name, memory, card.bandwidth, card.peak)
+
+
+def _words(name: str) -> list[str]:
+    """A card's name without its memory, which devices write in several ways."""
+    return [word for word in name.split("-") if not word.endswith("gb")]
