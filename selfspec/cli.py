@@ -17,6 +17,8 @@ from selfspec.fetch import fetch as fetch_default_target
 from selfspec.interop_cli import app as interop_app
 from selfspec.options import DraftOptions, TargetOptions, command, quiet_libraries
 from selfspec.prompts import OutputWriter, PromptRow, read_prompts
+from selfspec.runtime_cli import ExpandOption, load_for_bench
+from selfspec.runtime_cli import register as register_runtime
 from selfspec.serve_cli import register as register_serve
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.add_typer(data_app, name="data")
 app.add_typer(interop_app)
 register_app(app)
+register_runtime(app)
 register_serve(app)
 
 DEMO_PROMPTS = Path(__file__).parent / "data" / "demo_prompts.jsonl"
@@ -183,6 +186,7 @@ def demo(
 def bench(
     *,
     target: TargetOptions,
+    expand: ExpandOption = None,
     drafters: DraftersOption = "ngram",
     draft: DraftOptions,
     prompts: Annotated[
@@ -198,13 +202,13 @@ def bench(
     """Measure speed task by task, greedily and one prompt at a time, against plain decoding and transformers."""
     from selfspec import bench as benchmark
     from selfspec import display
+    from selfspec.compare import plain_twin
 
     tasks = benchmark.choose_prompts(benchmark.read_benchmark(prompts), per_task)
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     with display.stage(f"loading {target.source}"):
-        model = _load(target)
-        named = [name.strip() for name in drafters.split(",")]
-        loaded = {name: draft.load(name, model) for name in dict.fromkeys(named) if name != benchmark.PLAIN}
+        model, loaded = load_for_bench(target, drafters.split(","), draft, expand)
+        source = target.source if expand is None else plain_twin(model.model)
     with display.progress("measuring", sum(map(len, tasks.values()))) as advance:
         measurements = benchmark.run(
             model,
@@ -212,7 +216,7 @@ def bench(
             loaded,
             sampling=sampling,
             use_cost_guard=not draft.no_cost_guard,
-            baseline_source=target.source if baseline else None,
+            baseline_source=source if baseline else None,
             on_prompt=advance,
         )
     display.show_benchmark(benchmark.summarise(measurements), benchmark.environment(model))
