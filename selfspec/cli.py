@@ -207,7 +207,7 @@ def bench(
     tasks = benchmark.choose_prompts(benchmark.read_benchmark(prompts), per_task)
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     with display.stage(f"loading {target.source}"):
-        model, loaded = load_for_bench(target, drafters.split(","), draft, expand)
+        model, loaded, notes = load_for_bench(target, drafters.split(","), draft, expand)
         source = target.source if expand is None else plain_twin(model.model)
     with display.progress("measuring", sum(map(len, tasks.values()))) as advance:
         measurements = benchmark.run(
@@ -220,6 +220,8 @@ def bench(
             on_prompt=advance,
         )
     display.show_benchmark(benchmark.summarise(measurements), benchmark.environment(model))
+    for note in notes:
+        typer.echo(note)
     if output is not None:
         benchmark.save(output, model, sampling, measurements)
 

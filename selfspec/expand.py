@@ -37,6 +37,9 @@ from selfspec.target import Target
 
 # The spread of the random weights: a large model's, roughly.
 NOISE = 0.02
+# How far its logits may be from the original's: float32 agrees to about 1e-6, low precision rounds the scaled weights anew.
+TOLERANCE = {torch.float32: 1e-3}
+LOW_PRECISION_TOLERANCE = 0.2
 # The heads that can be expanded, and the drafters that need no weights of the target's shape.
 EXPANDABLE = ("medusa", "eagle")
 SHAPELESS = ("none", "ngram", "truncated")
@@ -70,9 +73,25 @@ class Shape:
 
 
 def expand_target(target: Target, shape: Shape, *, seed: int = 0) -> Target:
-    """The target in a larger frame, on its device and in its dtype; its name says so."""
+    """The target in a larger frame, on its device and in its dtype; its name says so.
+
+    Raises:
+        ValueError: not a plain Llama, the shape does not hold it, or its logits came out different.
+    """
     model = expand(target.model, shape, device=target.device, dtype=target.dtype, seed=seed)
-    return Target(model, target.tokenizer, name=f"{Path(target.name).name} expanded to {shape}")
+    expanded = Target(model, target.tokenizer, name=f"{Path(target.name).name} expanded to {shape}")
+    gap = logit_gap(target, expanded)
+    if not gap < TOLERANCE.get(target.dtype, LOW_PRECISION_TOLERANCE):
+        raise ValueError(f"{expanded.name} gives other logits than the original (relative gap {gap:.2g})")
+    return expanded
+
+
+@torch.inference_mode()
+def logit_gap(target: Target, expanded: Target) -> float:
+    """Distance of the two targets' logits over 64 arbitrary tokens, relative to the original's length."""
+    ids = (torch.arange(64, device=target.device)[None] * 997 + 3) % target.vocab_size
+    theirs, ours = (each.model(ids, use_cache=False).logits.float() for each in (target, expanded))
+    return float((ours - theirs).norm() / theirs.norm())
 
 
 @torch.no_grad()

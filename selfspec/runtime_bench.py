@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 from transformers import PreTrainedModel
 
@@ -402,11 +403,14 @@ def profile(target: Target, prompt_ids: list[int], drafter: Drafter | None, path
         answer(target, prompt_ids, clock, WARM_UP.with_(max_new_tokens=32), use_cost_guard=False)
     trace.export_chrome_trace(str(path))
     on_device = target.device.type == "cuda"
-    rows = [
-        (event.self_device_time_total if on_device else event.self_cpu_time_total, event) for event in trace.key_averages()
-    ]
-    rows.sort(key=lambda row: -row[0])
-    return [{"name": event.key, "calls": event.count, "ms": microseconds / 1000} for microseconds, event in rows[:20]]
+    rows = []
+    for event in trace.key_averages():
+        if not on_device:
+            rows.append((event.self_cpu_time_total, event.count, event.key))
+        elif event.device_type == DeviceType.CUDA and event.key not in clock.seconds:
+            rows.append((event.self_device_time_total, event.count, event.key))
+    rows.sort(reverse=True)
+    return [{"name": name, "calls": count, "ms": microseconds / 1000} for microseconds, count, name in rows[:20]]
 
 
 def peak_bytes(device: torch.device) -> int | None:

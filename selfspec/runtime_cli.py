@@ -29,20 +29,22 @@ BASELINES = ("eager", "static")
 
 def load_for_bench(
     target: TargetOptions, drafters: Iterable[str], draft: DraftOptions, expand: str | None
-) -> "tuple[Target, dict[str, Drafter | None]]":
-    """The target and its drafters by name, all of them expanded where a shape is named."""
+) -> "tuple[Target, dict[str, Drafter | None], list[str]]":
+    """The target and its drafters by name, all of them expanded where a shape is named, and what to say about it."""
     quiet_libraries()
     names = [name.strip() for name in drafters]
     names = [name for name in dict.fromkeys(names) if name not in ("", "none")]
     source = target.load()
     if expand is None:
-        return source, {name: draft.load(name, source) for name in names}
+        return source, {name: draft.load(name, source) for name in names}, []
 
-    from selfspec.expand import Shape, expand_target, expanded_drafter
+    from selfspec.expand import Shape, expand_target, expanded_drafter, logit_gap
 
     model = expand_target(source, Shape.parse(expand))
     shape = {"num_draft_tokens": draft.num_draft_tokens, "num_nodes": draft.num_nodes, "width": draft.width}
-    return model, {name: expanded_drafter(name, source, model, **shape) for name in names}
+    gap = logit_gap(source, model)
+    note = f"Every figure is of an expanded model: its logits are the original's up to a relative gap of {gap:.1g}."
+    return model, {name: expanded_drafter(name, source, model, **shape) for name in names}, [note]
 
 
 def register(cli: typer.Typer) -> None:
@@ -69,7 +71,7 @@ def register(cli: typer.Typer) -> None:
         num_prompts: Annotated[
             int, typer.Option("--num-prompts", help="how many of them, spread evenly; 0 leaves the loop out", min=0)
         ] = 3,
-        max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="most tokens for each answer", min=2)] = 96,
+        max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="most tokens for each answer", min=2)] = 64,
         baselines: Annotated[
             str,
             typer.Option(
@@ -106,7 +108,7 @@ def register(cli: typer.Typer) -> None:
         from selfspec.runtime_run import Plan, run
 
         with display.stage(f"loading {target.source}") as report_stage:
-            model, loaded = load_for_bench(target, drafters.split(","), draft, expand)
+            model, loaded, notes = load_for_bench(target, drafters.split(","), draft, expand)
             most = model.context_length - max(sizes)
             plan = Plan(
                 contexts=[c for c in CONTEXTS if c <= most] if contexts is None else _numbers("--contexts", contexts),
@@ -120,6 +122,7 @@ def register(cli: typer.Typer) -> None:
                 acceptance_lengths=lengths,
                 synthetic_nodes=synthetic_nodes,
                 profile=profile,
+                notes=notes,
             )
             report = run(model, loaded, plan, on_part=report_stage, on_result=lambda r: r.save(json) if json else None)
         if plots is not None:

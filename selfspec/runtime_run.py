@@ -41,6 +41,7 @@ class Plan:
         baselines: of `eager` and `static`.
         baseline_source: where to load transformers' copy from; None for a copy that shares the target's weights.
         profile: where to write a trace of the last drafter.
+        notes: what the report is to say beside its figures.
     """
 
     contexts: Sequence[int]
@@ -53,6 +54,7 @@ class Plan:
     acceptance_lengths: Sequence[int]
     synthetic_nodes: int
     profile: Path | None
+    notes: Sequence[str] = ()
 
 
 def run(
@@ -65,7 +67,7 @@ def run(
 ) -> RuntimeReport:
     """Measure; `on_part` hears what comes next, `on_result` gets the report after every part."""
     check_contexts(target, plan.contexts, plan.nodes)
-    report = RuntimeReport(environment(target))
+    report = RuntimeReport(environment(target), notes=list(plan.notes))
     prompts = [target.encode(row.prompt) for row in plan.prompts]
 
     def finish(part: str) -> None:

@@ -8,7 +8,16 @@ from support import random_prompts, tiny_model, tiny_target
 
 from selfspec import SamplingParams, Target, generate
 from selfspec.drafters import drafter_of
-from selfspec.expand import Shape, expand, expand_head, expand_target, expanded_drafter, expanded_feature, layer_positions
+from selfspec.expand import (
+    Shape,
+    expand,
+    expand_head,
+    expand_target,
+    expanded_drafter,
+    expanded_feature,
+    layer_positions,
+    logit_gap,
+)
 from selfspec.heads.base import DraftHead
 from selfspec.heads.eagle import EagleConfig, EagleHead
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
@@ -185,6 +194,19 @@ def test_what_cannot_be_expanded_is_refused() -> None:
         expanded_drafter("early_exit", source, target)
     assert expanded_drafter("none", source, target) is None
     assert expanded_drafter("ngram:4", source, target).num_draft_tokens == 4
+
+
+@pytest.mark.gpu
+def test_a_big_model_is_filled_on_the_device() -> None:
+    """No weight passes through the CPU in its large form, and the words stay."""
+    source = Target(
+        tiny_model("llama", hidden_size=64, num_attention_heads=8, num_key_value_heads=4).to("cuda", torch.bfloat16)
+    )
+    target = expand_target(source, Shape(512, 8, 1024, 32))
+    assert {(p.device.type, p.dtype) for p in target.model.parameters()} == {("cuda", torch.bfloat16)}
+    assert logit_gap(source, target) < 0.05
+    head = expand_head(medusa(source, has_root_input=True), target)
+    assert {(p.device.type, p.dtype) for p in head.parameters()} == {("cuda", torch.bfloat16)}
 
 
 def test_a_tiny_target_is_its_own_expansion() -> None:

@@ -20,13 +20,17 @@ from selfspec.packing import pack_linear_layers
 from selfspec.runtime_bench import (
     Answered,
     Floor,
+    Promise,
+    StageTimes,
+    StepTime,
     check_contexts,
     random_tree,
+    read_floor,
     stage_times,
     step_times,
     weight_bytes,
 )
-from selfspec.runtime_report import RuntimeReport
+from selfspec.runtime_report import RuntimeReport, plot
 from selfspec.target import Target
 
 PROMPTS = random_prompts(3, (3, 20), seed=8)
@@ -108,6 +112,14 @@ def test_rates_are_medians_over_prompts_against_plain_decoding(tmp_path: Path) -
     assert [mode["mode"] for mode in record["modes"]] == ["none", "x", "transformers"]
 
 
+@pytest.mark.gpu
+def test_steps_on_a_device_have_a_host_gap() -> None:
+    target = Target(tiny_model("llama").to("cuda", torch.bfloat16))
+    steps, _ = step_times(target, [16], [1, 8], num_calls=3)
+    assert all(step.device_seconds and step.host_gap_seconds is not None for step in steps)
+    assert read_floor(target).copy_bytes_per_second > 1e11
+
+
 @pytest.fixture
 def prompt_file(tmp_path: Path) -> Path:
     file = tmp_path / "prompts.jsonl"
@@ -177,3 +189,15 @@ def test_bench_takes_an_expanded_target_too(tiny_target_dir: Path, prompt_file: 
 def test_wrong_settings_get_a_sentence(tiny_target_dir: Path, args: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["bench-runtime", "--target", str(tiny_target_dir), *args])
     assert result.exit_code == 1 and message in result.output
+
+
+def test_plots_are_drawn_where_matplotlib_is(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report = RuntimeReport({"target": "t expanded to 1x1x1x1"}, floor=Floor(1e9, 2_000_000, 1000))
+    report.steps = [StepTime(512, 1, 0.003, 0.002), StepTime(512, 8, 0.004, 0.003), StepTime(4096, 1, 0.005, None)]
+    report.stages = [StageTimes("none", 9, 1, 0.0, 0.003, 0.001, 0.0), StageTimes("x", 9, 8, 0.001, 0.004, 0.001, 0.0)]
+    report.answers = [Answered("none", 0, 10, 10, 2.0, 0.1, True), Answered("x", 0, 10, 4, 1.0, 0.05, True)]
+    report.promises = [Promise(3, 16, 3.0, 2.5, 2.2), Promise(4, 16, 4.0, 3.5, 3.0)]
+    files = plot(report, tmp_path / "plots")
+    assert [file.name for file in files] == ["steps.png", "stages.png", "end_to_end.png", "promises.png"]
+    assert all(file.stat().st_size > 1000 for file in files)
