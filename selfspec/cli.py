@@ -202,28 +202,26 @@ def bench(
     """Measure speed task by task, greedily and one prompt at a time, against plain decoding and transformers."""
     from selfspec import bench as benchmark
     from selfspec import display
-    from selfspec.compare import plain_twin
 
     tasks = benchmark.choose_prompts(benchmark.read_benchmark(prompts), per_task)
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     with display.stage(f"loading {target.source}"):
-        model, loaded, notes = load_for_bench(target, drafters.split(","), draft, expand)
-        source = target.source if expand is None else plain_twin(model.model)
+        loaded = load_for_bench(target, drafters, draft, expand)
     with display.progress("measuring", sum(map(len, tasks.values()))) as advance:
         measurements = benchmark.run(
-            model,
+            loaded.target,
             tasks,
-            loaded,
+            loaded.drafters,
             sampling=sampling,
             use_cost_guard=not draft.no_cost_guard,
-            baseline_source=source if baseline else None,
+            baseline_source=loaded.baseline if baseline else None,
             on_prompt=advance,
         )
-    display.show_benchmark(benchmark.summarise(measurements), benchmark.environment(model))
-    for note in notes:
+    display.show_benchmark(benchmark.summarise(measurements), benchmark.environment(loaded.target))
+    for note in loaded.notes:
         typer.echo(note)
     if output is not None:
-        benchmark.save(output, model, sampling, measurements)
+        benchmark.save(output, loaded.target, sampling, measurements)
 
 
 @command(app)

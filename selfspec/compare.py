@@ -122,7 +122,7 @@ def check_transformers_can(sampling: SamplingParams) -> None:
 
 
 def plain_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with transformers' own attention and the very same weights, which stay where they are."""
+    """A stock model's copy with transformers' own attention and the very same weights, which stay where they are."""
     shared = {}
     for module in model.modules():
         for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):

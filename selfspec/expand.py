@@ -33,6 +33,7 @@ from selfspec.heads.base import DraftHead
 from selfspec.heads.eagle import EagleHead
 from selfspec.heads.medusa import MedusaHead
 from selfspec.hub import identity, load_head
+from selfspec.loading import pack
 from selfspec.target import Target
 
 # The spread of the random weights: a large model's, roughly.
@@ -73,12 +74,17 @@ class Shape:
 
 
 def expand_target(target: Target, shape: Shape, *, seed: int = 0) -> Target:
-    """The target in a larger frame, on its device and in its dtype; its name says so.
+    """The target in a larger frame, on its device and in its dtype, ready for decoding; its name says so.
 
     Raises:
         ValueError: not a plain Llama, the shape does not hold it, or its logits came out different.
     """
-    model = expand(target.model, shape, device=target.device, dtype=target.dtype, seed=seed)
+    return serve_expanded(target, expand(target.model, shape, device=target.device, dtype=target.dtype, seed=seed), shape)
+
+
+def serve_expanded(target: Target, model: PreTrainedModel, shape: Shape) -> Target:
+    """What `expand` made of a target's model as a target: packed like any that is loaded, and compared with the original."""
+    pack(model)
     expanded = Target(model, target.tokenizer, name=f"{Path(target.name).name} expanded to {shape}")
     gap = logit_gap(target, expanded)
     if not gap < TOLERANCE.get(target.dtype, LOW_PRECISION_TOLERANCE):

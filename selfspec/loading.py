@@ -85,9 +85,15 @@ def load_model(
     model = model.to(resolved_device).eval().requires_grad_(False)
     if use_int8:
         _quantize_int8(model)
-    elif use_packing and resolved_device.type == "cpu" and can_pack():
-        logger.debug("packed %d linear layers for CPU decoding", pack_linear_layers(model))
+    elif use_packing:
+        pack(model)
     return model, tokenizer
+
+
+def pack(model: PreTrainedModel) -> None:
+    """Swap a placed model's layers for ones made for decoding, where its device has some; they have no gradients."""
+    if model.device.type == "cpu" and can_pack():
+        logger.debug("packed %d linear layers for CPU decoding", pack_linear_layers(model))
 
 
 def check_family(config: PretrainedConfig) -> None:

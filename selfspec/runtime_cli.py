@@ -1,6 +1,6 @@
 """`selfspec bench-runtime`: what a step costs, and where its time goes; and loading for benchmarks, expanded or not."""
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +11,8 @@ from selfspec.options import DraftOptions, TargetOptions, command, quiet_librari
 from selfspec.prompts import PromptRow
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from selfspec.drafters import Drafter
     from selfspec.target import Target
 
@@ -27,24 +29,44 @@ CONTEXTS = (512, 4096, 16384)
 BASELINES = ("eager", "static")
 
 
-def load_for_bench(
-    target: TargetOptions, drafters: Iterable[str], draft: DraftOptions, expand: str | None
-) -> "tuple[Target, dict[str, Drafter | None], list[str]]":
-    """The target and its drafters by name, all of them expanded where a shape is named, and what to say about it."""
+@dataclass(frozen=True)
+class Loaded:
+    """What a benchmark runs.
+
+    Attributes:
+        drafters: by the names given, plain decoding left out.
+        baseline: what transformers' `generate` runs: where to load it from, or the model.
+        notes: what to say beside the figures.
+    """
+
+    target: "Target"
+    drafters: "dict[str, Drafter | None]"
+    baseline: "str | PreTrainedModel"
+    notes: list[str]
+
+
+def load_for_bench(options: TargetOptions, drafters: str, draft: DraftOptions, expand_to: str | None) -> Loaded:
+    """The target and the drafters named, with commas between them; all of them expanded where a shape is named."""
     quiet_libraries()
-    names = [name.strip() for name in drafters]
-    names = [name for name in dict.fromkeys(names) if name not in ("", "none")]
-    source = target.load()
-    if expand is None:
-        return source, {name: draft.load(name, source) for name in names}, []
+    named = [name.strip() for name in drafters.split(",")]
+    names = [name for name in dict.fromkeys(named) if name not in ("", "none")]
+    source = options.load()
+    if expand_to is None:
+        return Loaded(source, {name: draft.load(name, source) for name in names}, options.source, [])
 
-    from selfspec.expand import Shape, expand_target, expanded_drafter, logit_gap
+    from selfspec.compare import plain_twin
+    from selfspec.expand import Shape, expand, expanded_drafter, logit_gap, serve_expanded
 
-    model = expand_target(source, Shape.parse(expand))
-    shape = {"num_draft_tokens": draft.num_draft_tokens, "num_nodes": draft.num_nodes, "width": draft.width}
-    gap = logit_gap(source, model)
+    shape = Shape.parse(expand_to)
+    model = expand(source.model, shape)
+    # Before its layers are swapped for ours.
+    baseline = plain_twin(model)
+    target = serve_expanded(source, model, shape)
+    settings = {"num_draft_tokens": draft.num_draft_tokens, "num_nodes": draft.num_nodes, "width": draft.width}
+    loaded = {name: expanded_drafter(name, source, target, **settings) for name in names}
+    gap = logit_gap(source, target)
     note = f"Every figure is of an expanded model: its logits are the original's up to a relative gap of {gap:.1g}."
-    return model, {name: expanded_drafter(name, source, model, **shape) for name in names}, [note]
+    return Loaded(target, loaded, baseline, [note])
 
 
 def register(cli: typer.Typer) -> None:
@@ -108,8 +130,8 @@ def register(cli: typer.Typer) -> None:
         from selfspec.runtime_run import Plan, run
 
         with display.stage(f"loading {target.source}") as report_stage:
-            model, loaded, notes = load_for_bench(target, drafters.split(","), draft, expand)
-            most = model.context_length - max(sizes)
+            loaded = load_for_bench(target, drafters, draft, expand)
+            most = loaded.target.context_length - max(sizes)
             plan = Plan(
                 contexts=[c for c in CONTEXTS if c <= most] if contexts is None else _numbers("--contexts", contexts),
                 nodes=sizes,
@@ -117,14 +139,20 @@ def register(cli: typer.Typer) -> None:
                 prompts=_spread(bench.read_benchmark(prompts), num_prompts),
                 sampling=SamplingParams(max_new_tokens=max_new_tokens),
                 baselines=wanted,
-                # A second copy, unless the weights cannot be loaded from anywhere.
-                baseline_source=target.source if expand is None else None,
+                baseline=loaded.baseline,
                 acceptance_lengths=lengths,
                 synthetic_nodes=synthetic_nodes,
                 profile=profile,
-                notes=notes,
+                revision=target.revision,
+                notes=loaded.notes,
             )
-            report = run(model, loaded, plan, on_part=report_stage, on_result=lambda r: r.save(json) if json else None)
+            report = run(
+                loaded.target,
+                loaded.drafters,
+                plan,
+                on_part=report_stage,
+                on_result=lambda r: r.save(json) if json else None,
+            )
         if plots is not None:
             if runtime_report.has_matplotlib():
                 runtime_report.plot(report, plots)

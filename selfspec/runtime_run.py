@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfspec.bench import environment
-from selfspec.compare import plain_twin
 from selfspec.config import SamplingParams
 from selfspec.drafters.base import Drafter
 from selfspec.prompts import PromptRow
@@ -39,8 +39,9 @@ class Plan:
 
     Attributes:
         baselines: of `eager` and `static`.
-        baseline_source: where to load transformers' copy from; None for a copy that shares the target's weights.
+        baseline: what transformers runs: where to load it from, or the model.
         profile: where to write a trace of the last drafter.
+        revision: of the baseline, where it is loaded from the Hub.
         notes: what the report is to say beside its figures.
     """
 
@@ -50,10 +51,11 @@ class Plan:
     prompts: Sequence[PromptRow]
     sampling: SamplingParams
     baselines: Sequence[str]
-    baseline_source: str | None
+    baseline: str | PreTrainedModel
     acceptance_lengths: Sequence[int]
     synthetic_nodes: int
     profile: Path | None
+    revision: str | None = None
     notes: Sequence[str] = ()
 
 
@@ -119,7 +121,10 @@ def run(
 
 
 def _baselines(target: Target, prompts: list[list[int]], plan: Plan, report: RuntimeReport) -> None:
-    model = _baseline_model(target, plan.baseline_source)
+    model: Any = plan.baseline
+    if isinstance(model, str):
+        model = AutoModelForCausalLM.from_pretrained(model, dtype=target.dtype, revision=plan.revision)
+        model = model.to(target.device).eval()
     expected = [answer(target, prompt, None, plan.sampling, use_cost_guard=True)[0].token_ids for prompt in prompts]
     if "eager" in plan.baselines:
         report.answers += transformers_answers(model, prompts, expected, plan.sampling, mode="transformers")
@@ -139,9 +144,3 @@ def _baselines(target: Target, prompts: list[list[int]], plan: Plan, report: Run
             logger.debug("static cache", exc_info=True)
             first = (str(error).strip().splitlines() or [""])[0]
             report.notes.append(f"transformers with a static cache failed: {type(error).__name__}: {first}")
-
-
-def _baseline_model(target: Target, source: str | None) -> PreTrainedModel:
-    if source is None:
-        return plain_twin(target.model)
-    return AutoModelForCausalLM.from_pretrained(source, dtype=target.dtype).to(target.device).eval()
