@@ -20,6 +20,7 @@ from statistics import median
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from selfspec.compare import WARM_UP, transformers_run
 from selfspec.config import SamplingParams
@@ -121,10 +122,10 @@ def run(
     *,
     sampling: SamplingParams,
     use_cost_guard: bool = True,
-    baseline_source: str | None = None,
+    baseline_source: str | PreTrainedModel | None = None,
     on_prompt: Callable[[], None] = lambda: None,
 ) -> list[Measurement]:
-    """Answer every prompt with plain decoding, each drafter, and transformers if `baseline_source` names the model."""
+    """Answer every prompt with plain decoding, each drafter, and transformers if `baseline_source` names or is the model."""
     modes = {PLAIN: None, **drafters}
     prompts = [(task, row, target.encode(row.prompt)) for task, rows in tasks.items() for row in rows]
     for drafter in modes.values():

@@ -18,6 +18,8 @@ from selfspec.interop_cli import app as interop_app
 from selfspec.options import DraftOptions, TargetOptions, command, quiet_libraries
 from selfspec.plan_cli import register as register_plan
 from selfspec.prompts import OutputWriter, PromptRow, read_prompts
+from selfspec.runtime_cli import ExpandOption, load_for_bench
+from selfspec.runtime_cli import register as register_runtime
 from selfspec.serve_cli import register as register_serve
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.add_typer(data_app, name="data")
 app.add_typer(interop_app)
 register_app(app)
+register_runtime(app)
 register_serve(app)
 register_plan(app)
 
@@ -185,6 +188,7 @@ def demo(
 def bench(
     *,
     target: TargetOptions,
+    expand: ExpandOption = None,
     drafters: DraftersOption = "ngram",
     draft: DraftOptions,
     prompts: Annotated[
@@ -204,22 +208,22 @@ def bench(
     tasks = benchmark.choose_prompts(benchmark.read_benchmark(prompts), per_task)
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     with display.stage(f"loading {target.source}"):
-        model = _load(target)
-        named = [name.strip() for name in drafters.split(",")]
-        loaded = {name: draft.load(name, model) for name in dict.fromkeys(named) if name != benchmark.PLAIN}
+        loaded = load_for_bench(target, drafters, draft, expand)
     with display.progress("measuring", sum(map(len, tasks.values()))) as advance:
         measurements = benchmark.run(
-            model,
+            loaded.target,
             tasks,
-            loaded,
+            loaded.drafters,
             sampling=sampling,
             use_cost_guard=not draft.no_cost_guard,
-            baseline_source=target.source if baseline else None,
+            baseline_source=loaded.baseline if baseline else None,
             on_prompt=advance,
         )
-    display.show_benchmark(benchmark.summarise(measurements), benchmark.environment(model))
+    display.show_benchmark(benchmark.summarise(measurements), benchmark.environment(loaded.target))
+    for note in loaded.notes:
+        typer.echo(note)
     if output is not None:
-        benchmark.save(output, model, sampling, measurements)
+        benchmark.save(output, loaded.target, sampling, measurements)
 
 
 @command(app)

@@ -4,12 +4,14 @@ The first mode is plain decoding: the baseline of every speed-up, and the output
 token for token.
 """
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfspec.config import SamplingParams
 from selfspec.drafters import Drafter
@@ -119,11 +121,35 @@ def check_transformers_can(sampling: SamplingParams) -> None:
         raise ValueError("the baseline of transformers is greedy only: leave out every sampling and stop option, or it")
 
 
+def plain_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A stock model's copy with transformers' own attention and the very same weights, which stay where they are."""
+    shared = {}
+    for module in model.modules():
+        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+            if isinstance(value, torch.Tensor):
+                shared[id(value)] = value
+    twin = copy.deepcopy(model, shared)
+    twin.set_attn_implementation("sdpa")
+    return twin
+
+
 def transformers_run(
-    target: Target, prompts: Sequence[list[int]], *, sampling: SamplingParams, source: str, revision: str | None = None
+    target: Target,
+    prompts: Sequence[list[int]],
+    *,
+    sampling: SamplingParams,
+    source: str | PreTrainedModel,
+    revision: str | None = None,
 ) -> Iterator[Answer]:
-    """Answers greedily with the `generate` of transformers, one prompt at a time, on a second copy of the target."""
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=target.dtype, revision=revision).to(target.device).eval()
+    """Answers greedily with the `generate` of transformers, one prompt at a time, on a second copy of the target.
+
+    Args:
+        source: where to load the copy from, or the copy.
+    """
+    model: Any = source
+    if isinstance(source, str):
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=target.dtype, revision=revision)
+        model = model.to(target.device).eval()
 
     def answer(prompt: list[int], max_new_tokens: int) -> Answer:
         start = time.perf_counter()

@@ -310,8 +310,12 @@ class Scheduler:
     def _graph_shape(self, group: Group, tree: CandidateTree) -> GraphShape | None:
         """The shape of the graph that can take the step from verification to the compacted cache, if there is one."""
         batch, drafter = group.batch, group.drafter
-        has_own_verify = type(drafter).verify is not Drafter.verify
-        if self.target.graphs is None or has_own_verify or not batch.sampler.is_greedy or not batch.sampler.is_plain:
+        if (
+            self.target.graphs is None
+            or drafter.verifies_itself
+            or not batch.sampler.is_greedy
+            or not batch.sampler.is_plain
+        ):
             return None
         return GraphShape.of(tree, batch.rows) if tree.is_deterministic else None
 

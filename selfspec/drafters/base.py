@@ -26,6 +26,7 @@ class Drafter(ABC):
         name: as written on the command line.
         num_draft_tokens: how deep it drafts when nothing limits it.
         features: hidden states of the target that it wants of every committed token (see `selfspec.target`).
+        verifies_itself: its `verify` is its own.
         is_costly: drafting takes a noticeable part of a target pass, so the planner decides before it, not only after.
     """
 
@@ -33,6 +34,7 @@ class Drafter(ABC):
     num_draft_tokens: int = 0
     features: Sequence_[int] = ()
     is_costly: bool = False
+    verifies_itself: bool = False
 
     @cached_property
     def planner(self) -> Planner:

@@ -47,6 +47,7 @@ class EarlyExitDrafter(Drafter):
     """
 
     is_costly = True
+    verifies_itself = True
 
     def __init__(
         self,
