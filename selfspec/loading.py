@@ -11,6 +11,7 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from selfspec.fusing import can_fuse, fuse
 from selfspec.packing import can_pack, pack_linear_layers
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,8 @@ def load_model(
 
     Args:
         dtype: a torch dtype or its name, `auto`, or `int8` (weight-only, through torchao).
-        use_packing: on CPU, store linear layers for decoding (see `selfspec.packing`); they then have no gradients.
+        use_packing: swap layers for ones made for decoding, on CPU by `selfspec.packing` and on CUDA by `selfspec.fusing`;
+            they then have no gradients.
 
     Returns:
         The model in evaluation mode, without gradients, and its tokenizer.
@@ -87,6 +89,8 @@ def load_model(
         _quantize_int8(model)
     elif use_packing and resolved_device.type == "cpu" and can_pack():
         logger.debug("packed %d linear layers for CPU decoding", pack_linear_layers(model))
+    elif use_packing and can_fuse(model):
+        fuse(model)
     return model, tokenizer
 
 
