@@ -171,6 +171,19 @@ def test_a_kind_that_computes_something_else_stays_and_the_log_says_so(caplog: p
     assert [record.message.split(":")[0] for record in caplog.records] == ["ScaledRMSNorm", "2 of ModuleList"]
 
 
+class OtherEpsRMSNorm(ScaledRMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight
+
+
+def test_what_shows_in_small_numbers_or_in_a_later_layer_only_is_noticed() -> None:
+    """An eps of another size; an MLP that adds nothing in the first layer, as expanded and pruned models have."""
+    model = nn.ModuleList([OtherEpsRMSNorm(), ScaledMLP(), ScaledMLP()]).requires_grad_(False)
+    model[1].down_proj.weight.zero_()
+    fuse(model)
+    assert [type(module) for module in model] == [OtherEpsRMSNorm, FusedGatedMLP, ScaledMLP]
+
+
 @pytest.mark.parametrize(("family", "rule"), [("llama", 0), ("olmo2", 1), ("gpt-oss", 1), ("gemma2", 2)])
 def test_the_order_of_roundings_is_found(family: str, rule: int) -> None:
     model = tiny_model(family).to(torch.bfloat16)
@@ -191,7 +204,8 @@ def test_fused_logits_on_a_gpu(family: str) -> None:
     ids = torch.arange(3, 35, device="cuda")[None]
     expected = logits(model, ids)
     fuse(model)
-    assert relative_gap(logits(model, ids), expected) < 0.1
+    # As in `Target`: other kernels round otherwise, and experts may switch.
+    assert relative_gap(logits(model, ids), expected) < 0.2
 
 
 @pytest.mark.gpu
