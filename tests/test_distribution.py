@@ -17,7 +17,7 @@ from support import OracleTreeDrafter, tiny_model
 from selfspec import SamplingParams, Target, generate
 from selfspec.accept import Acceptance, accept_sampled
 from selfspec.drafters import DraftModelDrafter
-from selfspec.noise import Stream
+from selfspec.kernels.noise import Stream
 from selfspec.sampling import Sampler
 from selfspec.tree import CandidateTree, chain
 

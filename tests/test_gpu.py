@@ -8,7 +8,7 @@ from support import FAMILIES, OracleTreeDrafter, random_prompts, tiny_model
 
 from selfspec import SamplingParams, Target, generate
 from selfspec.drafters import DraftModelDrafter, NgramDrafter
-from selfspec.noise import Stream, gumbel, uniform
+from selfspec.kernels.noise import Stream, gumbel, uniform
 
 pytestmark = pytest.mark.gpu
 PROMPTS = random_prompts(7, (1, 40), seed=3)

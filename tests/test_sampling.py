@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
 )
 
 from selfspec import SamplingParams, Target, generate
-from selfspec.noise import Stream, gumbel, sample_key, splitmix64, uniform
+from selfspec.kernels.noise import Stream, gumbel, sample_key, splitmix64, uniform
 from selfspec.sampling import Sampler
 
 PROMPTS = random_prompts(4, (2, 20), seed=8)
@@ -59,14 +59,15 @@ def test_choosing_at_all_nodes_equals_choosing_one_by_one() -> None:
     logits = torch.randn(3, 5, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     depths = torch.tensor([[0, 1, 1, 2, 3]] * 3)
     sampler = sampler_of(params, torch.zeros(3, 16, dtype=torch.int64), [4] * 3, [4, 5, 6])
-    chosen = sampler.choose_all(logits, depths)
+    chosen, _ = sampler.laws.choose(logits, depths)
     for node in range(5):
         depth = int(depths[0, node])
         processed = sampler.process(logits[:, node], depth)
         assert torch.equal(chosen[:, node], sampler.draw(processed, depth, Stream.TARGET))
     # Siblings share their noise: equal logits choose equal tokens.
     same = logits[:, 1:2].expand(-1, 5, -1)
-    assert torch.equal(sampler.choose_all(same, depths)[:, 1], sampler.choose_all(same, depths)[:, 2])
+    chosen, _ = sampler.laws.choose(same, depths)
+    assert torch.equal(chosen[:, 1], chosen[:, 2])
 
 
 def test_filters_are_transformers_own_in_its_order() -> None:
