@@ -68,15 +68,19 @@ def _ordered(x, SPARE: tl.constexpr):
 
 
 @jit()
-def _load_winner(logits_ptr, max_ptr, score_ptr, index_ptr, num_chunks, V, BLOCK_C: tl.constexpr):
-    """A row's greatest logit, and the first winner's index and logit, from its chunks'."""
+def _load_chunks(max_ptr, score_ptr, index_ptr, num_chunks, V, BLOCK_C: tl.constexpr):
+    """A row's greatest logit, and its chunks' best scores with their indices."""
     offs_c = tl.arange(0, BLOCK_C)
     mask_c = offs_c < num_chunks
     greatest = tl.max(tl.load(max_ptr + offs_c, mask=mask_c, other=-float("inf")), 0)
     scores = tl.load(score_ptr + offs_c, mask=mask_c, other=-float("inf"))
-    indices = tl.load(index_ptr + offs_c, mask=mask_c, other=V)
-    index = tl.min(tl.where(scores == tl.max(scores, 0), indices, V), 0)
-    return greatest, index, _load_logits(logits_ptr, index, V)
+    return greatest, scores, tl.load(index_ptr + offs_c, mask=mask_c, other=V)
+
+
+@jit()
+def _first_best(scores, indices, V):
+    """The least index that has the greatest score."""
+    return tl.min(tl.where(scores == tl.max(scores, 0), indices, V), 0)
 
 
 @jit(do_not_specialize=("N",))
@@ -105,11 +109,10 @@ def _chunk_winner_kernel(
         position = tl.load(integers_ptr + b * 3 + 1) + tl.load(depths_ptr + row)
         state = _noise_state(tl.load(integers_ptr + b * 3), position)
         scores = tl.div_rn(logits, temperature) + _gumbel(state, offs_v)
-    best = tl.max(scores, 0)
     part = row * tl.num_programs(1) + chunk
     tl.store(max_ptr + part, tl.max(logits, 0))
-    tl.store(score_ptr + part, best)
-    tl.store(index_ptr + part, tl.min(tl.where(scores == best, offs_v, V), 0))
+    tl.store(score_ptr + part, tl.max(scores, 0))
+    tl.store(index_ptr + part, _first_best(scores, offs_v, V))
 
 
 @jit(do_not_specialize=("N", "num_chunks"))
@@ -137,9 +140,10 @@ def _chunk_rank_kernel(
     is_ranked = (tl.load(integers_ptr + b * 3 + 2) > 0) | (tl.load(fractions_ptr + b * 3 + 1) < 1)
     if (temperature > 0) & is_ranked:
         first = row * num_chunks
-        greatest, _, logit = _load_winner(
-            logits_ptr + row * stride_r, max_ptr + first, score_ptr + first, index_ptr + first, num_chunks, V, BLOCK_C
+        greatest, scores, indices = _load_chunks(
+            max_ptr + first, score_ptr + first, index_ptr + first, num_chunks, V, BLOCK_C
         )
+        logit = _load_logits(logits_ptr + row * stride_r, _first_best(scores, indices, V), V)
         if (logit < greatest) & (greatest < float("inf")):
             offs_v = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
             logits = _load_logits(logits_ptr + row * stride_r, offs_v, V)
@@ -183,24 +187,6 @@ def _rank_of_key(logits_ptr, key, greatest, sharpness, V, BLOCK_V: tl.constexpr,
     return tl.sum(count, 0), tl.sum(mass, 0)
 
 
-@jit()
-def _winner_above(logits_ptr, logit, greatest, state, temperature, sharpness, min_p, V, BLOCK_V: tl.constexpr):
-    """The winner's index among a row's tokens above `logit` that min-p keeps; there is one."""
-    best = tl.full((BLOCK_V,), -float("inf"), tl.float32)
-    index = tl.full((BLOCK_V,), 0, tl.int32) + V
-    for start in range(0, V, BLOCK_V):
-        offs_v = start + tl.arange(0, BLOCK_V)
-        logits = _load_logits(logits_ptr, offs_v, V)
-        is_likely = (tl.exp((logits - greatest) * sharpness) >= min_p) | (logits == greatest)
-        is_in = (logits > logit) & is_likely
-        if tl.max(is_in.to(tl.int32), 0) > 0:
-            scores = tl.where(is_in, tl.div_rn(logits, temperature) + _gumbel(state, offs_v), -float("inf"))
-            is_better = is_in & ((scores > best) | (index == V))
-            best = tl.where(is_better, scores, best)
-            index = tl.where(is_better, offs_v, index)
-    return tl.min(tl.where((best == tl.max(best, 0)) & (index < V), index, V), 0)
-
-
 @jit(do_not_specialize=("N", "num_chunks"))
 def _row_sample_kernel(
     logits_ptr,
@@ -219,6 +205,7 @@ def _row_sample_kernel(
     stride_r,
     num_chunks,
     SPARE: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -226,9 +213,9 @@ def _row_sample_kernel(
     b = row // N
     logits_ptr += row * stride_r
     first = row * num_chunks
-    greatest, index, logit = _load_winner(
-        logits_ptr, max_ptr + first, score_ptr + first, index_ptr + first, num_chunks, V, BLOCK_C
-    )
+    greatest, scores, indices = _load_chunks(max_ptr + first, score_ptr + first, index_ptr + first, num_chunks, V, BLOCK_C)
+    index = _first_best(scores, indices, V)
+    logit = _load_logits(logits_ptr, index, V)
     is_valid = tl.abs(greatest) < float("inf")
     temperature = tl.load(fractions_ptr + b * 3)
     is_open = is_valid & (temperature > 0) & (logit < greatest)
@@ -284,8 +271,26 @@ def _row_sample_kernel(
                 is_kept = above < top_p * most
             is_open = is_kept == 0
             if is_open:
-                index = _winner_above(logits_ptr, logit, greatest, state, temperature, sharpness, min_p, V, BLOCK_V)
-                logit = _load_logits(logits_ptr, index, V)
+                # A chunk's winner is the best of its tokens above `bound`, too, if it is one of them; if not, they have no
+                # better score, and only matter once theirs is the best.
+                bound = logit
+                is_stale = is_open
+                while is_stale:
+                    index = _first_best(scores, indices, V)
+                    logit = _load_logits(logits_ptr, index, V)
+                    is_unlikely = (tl.exp((logit - greatest) * sharpness) < min_p) & (logit < greatest)
+                    is_stale = (logit <= bound) | is_unlikely
+                    if is_stale:
+                        chunk = index // CHUNK
+                        offs_v = chunk * CHUNK + tl.arange(0, CHUNK)
+                        logits = _load_logits(logits_ptr, offs_v, V)
+                        is_likely = (tl.exp((logits - greatest) * sharpness) >= min_p) | (logits == greatest)
+                        is_in = (logits > bound) & is_likely
+                        drawn = tl.div_rn(logits, temperature) + _gumbel(state, offs_v)
+                        drawn = tl.where(is_in, drawn, -float("inf"))
+                        chunk_index = _first_best(drawn, tl.where(is_in, offs_v, V), V)
+                        scores = tl.where(offs_c == chunk, tl.max(drawn, 0), scores)
+                        indices = tl.where(offs_c == chunk, chunk_index, indices)
                 is_open = logit < greatest
                 if is_open & is_ranked:
                     count, above, upwards = _rank(logits_ptr, logit, greatest, sharpness, V, BLOCK_V)
@@ -336,6 +341,7 @@ def launch_row_sample(
         rows.stride(0),
         C,
         SPARE=SPARE_BITS[logits.dtype],
+        CHUNK=BLOCK_V,
         BLOCK_V=BLOCK_ROW,
         BLOCK_C=block_c,
         num_warps=16,

@@ -420,6 +420,7 @@ def test_row_sample_tells_unsound_rows() -> None:
     assert is_valid.tolist() == [[False, False, False, True]] * len(LAWS)
 
 
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 @pytest.mark.usefixtures("_small_chunks")
 def test_row_sample_ends_where_numbers_overflow() -> None:
     """A temperature so small that every score is infinite: some token with a finite logit, in time."""
