@@ -25,6 +25,8 @@ BLOCK_V = 2048
 BLOCK_ROW = 8192
 # The low bits of a float32 that numbers of a type leave alone.
 SPARE_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
+# Neither the batch's sizes nor the alignment of chunks' results, which follows from them, are compiled in.
+UNSPECIALIZED = ("N", "num_chunks", "max_ptr", "score_ptr", "index_ptr", "count_ptr", "mass_ptr")
 
 
 @jit()
@@ -83,7 +85,7 @@ def _first_best(scores, indices, V):
     return tl.min(tl.where(scores == tl.max(scores, 0), indices, V), 0)
 
 
-@jit(do_not_specialize=("N",))
+@jit(do_not_specialize=("N", "max_ptr", "score_ptr", "index_ptr"))
 def _chunk_winner_kernel(
     logits_ptr,
     depths_ptr,
@@ -115,7 +117,7 @@ def _chunk_winner_kernel(
     tl.store(index_ptr + part, _first_best(scores, offs_v, V))
 
 
-@jit(do_not_specialize=("N", "num_chunks"))
+@jit(do_not_specialize=UNSPECIALIZED)
 def _chunk_rank_kernel(
     logits_ptr,
     integers_ptr,
@@ -187,7 +189,7 @@ def _rank_of_key(logits_ptr, key, greatest, sharpness, V, BLOCK_V: tl.constexpr,
     return tl.sum(count, 0), tl.sum(mass, 0)
 
 
-@jit(do_not_specialize=("N", "num_chunks"))
+@jit(do_not_specialize=UNSPECIALIZED)
 def _row_sample_kernel(
     logits_ptr,
     depths_ptr,

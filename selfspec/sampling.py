@@ -2,7 +2,8 @@
 
 A token at absolute position t of a request is `argmax(processed_logits + gumbel(key, t))`: one draw from the processed
 distribution that depends on nothing but the logits, the request's key and the position. Greedy rows take the plain argmax.
-The filters and the repetition penalty are transformers' own logits processors, applied to the rows a walk visits.
+The filters and the repetition penalty are transformers' own logits processors, applied to the rows a walk visits. On CUDA
+`row_sample` stands for temperature and filters wherever the target chooses, so that a row's token depends on none beside it.
 """
 
 from __future__ import annotations
