@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from selfspec.kernels.noise import Stream, gumbel
+
 
 def slots_of(block_tables: torch.Tensor, index: torch.Tensor, block_size: int) -> torch.Tensor:
     """Slots of storage indices `index [B, S]` in the rows of `block_tables [B, M]`: int64 [B, S]."""
@@ -108,6 +110,61 @@ def row_argmax_reference(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     ordered = logits.float().nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     best = ordered.argmax(-1)
     return best, ordered.gather(-1, best[..., None])[..., 0].isfinite()
+
+
+def row_sample_reference(
+    logits: torch.Tensor, depths: torch.Tensor, integers: torch.Tensor, fractions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token of every node by its row's law, and whether its logits are sound: as in `row_argmax_reference`.
+
+    A greedy row takes the first greatest logit, and so does a row of logits that is not sound. Any other takes the first
+    greatest `logit / temperature + gumbel`, a draw from softmax(logit / temperature), among the tokens that are kept:
+
+        top-k:  fewer than k tokens have greater logits
+        top-p:  of what top-k keeps, those with greater logits have less than top_p of the probability
+        min-p:  the probability is at least min_p of the greatest
+
+    These are transformers' filters in its order, each of what the one before leaves. Equal logits are kept or dropped
+    together, where transformers cuts a nucleus between them wherever its sort has put them. Probabilities at a filter's
+    edge are compared up to rounding.
+
+    Args:
+        logits: [B, N, V].
+        depths: [B, N] int64; a node's token has the position `num_tokens + depth`.
+        integers: [B, 3] int64: noise key, number of committed tokens, top-k (0 keeps all).
+        fractions: [B, 3] float32: temperature (0 is greedy), top-p, min-p.
+
+    Returns:
+        [B, N] int64 and [B, N] bool.
+    """
+    _, N, V = logits.shape
+    keys, num_tokens, top_k = integers[:, :, None].expand(-1, 3, N).unbind(1)  # [B, N] each
+    temperature, top_p, min_p = fractions[:, :, None, None].unbind(1)  # [B, 1, 1] each
+    logits = logits.float().nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    is_valid = logits.amax(-1).isfinite()
+    divisor = torch.where(temperature == 0, 1.0, temperature)
+    scores = logits / divisor + gumbel(keys, num_tokens + depths, Stream.TARGET, V)
+    if bool(((top_k > 0)[:, :, None] | (top_p < 1) | (min_p > 0)).any()):
+        scores = scores.masked_fill(~_kept_tokens(logits, divisor, top_k[:, :, None], top_p, min_p), -torch.inf)
+    is_drawn = (temperature > 0)[:, :, 0] & is_valid
+    return torch.where(is_drawn, scores.argmax(-1), logits.argmax(-1)), is_valid
+
+
+def _kept_tokens(
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """[B, N, V] bool: the tokens that top-k, top-p and min-p keep."""
+    ordered, indices = logits.sort(-1, descending=True)
+    weights = ((ordered - ordered[:, :, :1]) / temperature).double().exp()
+    # How many tokens have greater logits.
+    num_above = torch.searchsorted(-ordered, -ordered)
+    is_in_top_k = (num_above < top_k) | (top_k == 0)
+    weights = torch.where(is_in_top_k, weights, 0.0)
+    total = weights.sum(-1, keepdim=True)
+    above = (weights.cumsum(-1) - weights).gather(-1, num_above)
+    is_kept = is_in_top_k & ((above < top_p.double() * total) | (top_p >= 1)) & (weights >= min_p.double())
+    is_kept = is_kept | (num_above == 0)
+    return torch.zeros_like(is_kept).scatter_(-1, indices, is_kept)
 
 
 def tree_accept_reference(

@@ -10,6 +10,7 @@ Two rules, both exact:
   max(0, target_probs - draft_probs). The emitted tokens have the target's law.
 
 Both walk depth by depth and process only the rows of logits they visit, so penalties and grammars see each node's own path.
+Where no choice depends on a path, `accept_all_nodes` does what the first does, without a loop.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from selfspec.kernels.tree_accept import tree_accept
 from selfspec.sampling import Stream
 
 if TYPE_CHECKING:
-    from selfspec.sampling import Sampler
+    from selfspec.sampling import Laws, Sampler
     from selfspec.tree import CandidateTree
 
 
@@ -53,17 +54,19 @@ def accept(tree: CandidateTree, logits: torch.Tensor, sampler: Sampler) -> Accep
     """
     if not tree.is_deterministic:
         return accept_sampled(tree, logits, sampler)
-    if sampler.is_plain:
-        return accept_all_nodes(tree, logits, sampler)
+    # On the CPU, filters cost less along a walk than at every node.
+    if sampler.is_plain or (sampler.is_pathless and not logits.is_cpu):
+        return accept_all_nodes(tree, logits, None if sampler.is_greedy else sampler.laws)
     return accept_deterministic(tree, logits, sampler)
 
 
-def accept_all_nodes(tree: CandidateTree, logits: torch.Tensor, sampler: Sampler) -> Acceptance:
-    """`accept_deterministic` where the choice needs neither history nor sorting: choose at every node, then walk."""
-    if sampler.is_greedy:
-        chosen, is_valid = row_argmax(logits)  # [B, N] each
-    else:
-        chosen, is_valid = sampler.choose_all(logits, tree.depths), _is_valid(logits)
+def accept_all_nodes(tree: CandidateTree, logits: torch.Tensor, laws: Laws | None) -> Acceptance:
+    """`accept_deterministic` where no choice depends on a path: choose at every node, then walk.
+
+    Args:
+        laws: None where every row is greedy.
+    """
+    chosen, is_valid = row_argmax(logits) if laws is None else laws.choose(logits, tree.depths)  # [B, N] each
     path, num_accepted = tree_accept(tree.tokens, tree.parents, chosen, tree.max_depth)
     tokens = torch.where(path >= 0, chosen.gather(1, path.clamp(min=0)), -1)
     return Acceptance(path, num_accepted, tokens, is_valid.gather(1, path.clamp(min=0)).all(1))

@@ -95,10 +95,15 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
+    def is_pathless(self) -> bool:
+        """True where the choice takes a node's logits as they are, whatever its path: temperature and filters alone."""
+        return not (self.uses_history or self.logit_bias or self.min_new_tokens)
+
+    @property
     def is_plain(self) -> bool:
         """True where every node's token can be chosen at once: argmax, or a draw from the unfiltered distribution."""
         filters = not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-        return not (self.uses_history or filters or self.logit_bias or self.min_new_tokens)
+        return self.is_pathless and not filters
 
     def law(self) -> tuple[object, ...]:
         """What decides the token distribution, hashable: rows with equal laws are processed together."""

@@ -17,10 +17,11 @@ from itertools import pairwise
 
 import torch
 
-from selfspec.accept import Acceptance, accept
+from selfspec.accept import Acceptance, accept, accept_all_nodes
 from selfspec.cache import CacheFull, KVCache, Places
 from selfspec.drafters.base import Drafter, NoDrafter
 from selfspec.planner import Planner
+from selfspec.sampling import Laws
 from selfspec.sequence import Batch, Emission, Request, Sequence
 from selfspec.target import GraphShape, Target
 from selfspec.tree import CandidateTree, chain
@@ -310,12 +311,7 @@ class Scheduler:
     def _graph_shape(self, group: Group, tree: CandidateTree) -> GraphShape | None:
         """The shape of the graph that can take the step from verification to the compacted cache, if there is one."""
         batch, drafter = group.batch, group.drafter
-        if (
-            self.target.graphs is None
-            or drafter.verifies_itself
-            or not batch.sampler.is_greedy
-            or not batch.sampler.is_plain
-        ):
+        if self.target.graphs is None or drafter.verifies_itself or not batch.sampler.is_pathless:
             return None
         return GraphShape.of(tree, batch.rows) if tree.is_deterministic else None
 
@@ -324,10 +320,12 @@ class Scheduler:
     ) -> tuple[Acceptance, torch.Tensor, dict[int, torch.Tensor]]:
         """Verify, accept and compact as one CUDA graph: the acceptance, the logits, and the features along its path."""
         batch, names, cache = group.batch, group.drafter.features, self.cache
+        laws = None if batch.sampler.is_greedy else batch.sampler.laws
+        extra = () if laws is None else (laws.integers, laws.fractions)
 
-        def run(places: Places, padded: CandidateTree) -> tuple[torch.Tensor, ...]:
+        def run(places: Places, padded: CandidateTree, *extra: torch.Tensor) -> tuple[torch.Tensor, ...]:
             verification = self.target.verify_at(padded, places, cache, features=names)
-            acceptance = accept(padded, verification.logits, batch.sampler)
+            acceptance = accept_all_nodes(padded, verification.logits, Laws(*extra) if extra else None)
             cache.compact(places, padded, acceptance)
             outcome = torch.cat(
                 [acceptance.num_accepted[:, None], acceptance.is_valid[:, None], acceptance.path, acceptance.tokens], dim=1
@@ -335,7 +333,9 @@ class Scheduler:
             return outcome, verification.logits, *_along(acceptance, verification.features).values()
 
         B, N = tree.tokens.shape
-        outcome, logits, *taken = self.target.replay(("step", tuple(names)), run, tree, batch.rows, cache, shape, num_kept=1)
+        outcome, logits, *taken = self.target.replay(
+            ("step", tuple(names)), run, tree, batch.rows, cache, shape, extra=extra, num_kept=1
+        )
         num_accepted, is_valid, path, tokens = outcome[:B].split([1, 1, shape.max_depth + 1, shape.max_depth + 1], dim=1)
         acceptance = Acceptance(path, num_accepted[:, 0], tokens, is_valid[:, 0].bool())
         return acceptance, logits[:B, :N], {name: each[:B] for name, each in zip(names, taken, strict=True)}

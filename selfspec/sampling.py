@@ -2,13 +2,15 @@
 
 A token at absolute position t of a request is `argmax(processed_logits + gumbel(key, t))`: one draw from the processed
 distribution that depends on nothing but the logits, the request's key and the position. Greedy rows take the plain argmax.
-The filters and the repetition penalty are transformers' own logits processors, applied to the rows a walk visits.
+The filters and the repetition penalty are transformers' own logits processors, applied to the rows a walk visits. On CUDA
+`row_sample` stands for temperature and filters wherever the target chooses, so that a row's token depends on none beside it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers.generation.logits_process import (
@@ -22,9 +24,11 @@ from transformers.generation.logits_process import (
 )
 
 from selfspec.config import SamplingParams
-from selfspec.noise import Stream, gumbel, uniform
+from selfspec.kernels.noise import Stream, gumbel, uniform
+from selfspec.kernels.row_argmax import row_argmax
+from selfspec.kernels.row_sample import row_sample
 
-__all__ = ["Grammar", "Sampler", "Stream"]
+__all__ = ["Grammar", "Laws", "Sampler", "Stream"]
 
 
 class Grammar(ABC):
@@ -39,6 +43,25 @@ class Grammar(ABC):
     @abstractmethod
     def allowed(self, token_ids: list[int]) -> torch.Tensor:
         """[V] bool on the CPU: which tokens may follow an answer that has begun with `token_ids`; at least one may."""
+
+
+@dataclass(frozen=True)
+class Laws:
+    """What B rows' tokens depend on beside their logits, where nothing depends on their paths.
+
+    Tensors alone, which a CUDA graph can take.
+
+    Attributes:
+        integers: [B, 3] int64: noise key, number of committed tokens, top-k (0 keeps all).
+        fractions: [B, 3] float32: temperature (0 is greedy), top-p, min-p.
+    """
+
+    integers: torch.Tensor
+    fractions: torch.Tensor
+
+    def choose(self, logits: torch.Tensor, depths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The token after every node, from logits [B, N, V] at depths [B, N], and whether its logits are sound."""
+        return row_sample(logits, depths, self.integers, self.fractions)
 
 
 class Sampler:
@@ -71,11 +94,11 @@ class Sampler:
         self.num_tokens = num_tokens
         self.num_prompt_tokens = num_prompt_tokens
         self.is_plain = all(p.is_plain for p in params) and not self._grammars
+        self.is_pathless = all(p.is_pathless for p in params) and not self._grammars
         self.is_greedy = all(p.is_greedy for p in params)
         device = keys.device
-        self._greedy_rows = torch.tensor([p.is_greedy for p in params], device=device)
-        temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
-        self._temperatures = torch.tensor(temperatures, device=device)
+        self._top_k = torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device)
+        self._fractions = torch.tensor([[p.temperature, p.top_p, p.min_p] for p in params], device=device)
         self._groups: list[tuple[torch.Tensor | None, _Law]] = []
         if not self.is_plain or not self.is_greedy:
             by_law: dict[tuple[object, ...], list[int]] = {}
@@ -85,28 +108,19 @@ class Sampler:
                 index = None if len(by_law) == 1 else torch.tensor(rows, device=device)
                 self._groups.append((index, _Law(params[rows[0]], eos_token_ids, device)))
 
-    def choose_all(self, logits: torch.Tensor, depths: torch.Tensor) -> torch.Tensor:
-        """The target's token at every node, where no row needs history or filters.
-
-        Args:
-            logits: [B, N, V].
-            depths: [B, N].
-
-        Returns:
-            [B, N] int64.
-        """
-        assert self.is_plain
-        if self.is_greedy:
-            return logits.argmax(-1)
-        positions = self.num_tokens[:, None] + depths
-        noise = gumbel(self.keys[:, None].expand_as(positions), positions, Stream.TARGET, logits.shape[-1])
-        scores = logits.float() / self._temperatures[:, None, None] + noise
-        return torch.where(self._greedy_rows[:, None], logits.argmax(-1), scores.argmax(-1))
+    @property
+    def laws(self) -> Laws:
+        """What the rows' choices depend on, temperature and filters alone, at the present number of tokens."""
+        return Laws(torch.stack([self.keys, self.num_tokens, self._top_k], dim=1), self._fractions)
 
     def choose(self, logits: torch.Tensor, depth: int, stream: Stream = Stream.TARGET) -> torch.Tensor:
         """The token after the node at `depth` of each row's walk: [B] from logits [B, V]."""
-        if self.is_plain and stream == Stream.TARGET:
-            return self.choose_all(logits[:, None], torch.full_like(self.num_tokens, depth)[:, None])[:, 0]
+        if stream == Stream.TARGET and (self.is_plain or not logits.is_cpu):
+            if not self.is_pathless:
+                logits = self._follow_paths(logits.float(), depth)
+            if self.is_greedy:
+                return row_argmax(logits)[0]
+            return self.laws.choose(logits[:, None], torch.full_like(self.num_tokens, depth)[:, None])[0][:, 0]
         return self.draw(self.process(logits, depth), depth, stream)
 
     def process(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
@@ -114,16 +128,24 @@ class Sampler:
 
         Greedy rows come out as a point mass on their argmax (0 there, -inf elsewhere).
         """
-        logits = logits.float()
+        scores = self._follow_paths(logits.float(), depth)
+        if not self._groups:
+            return _point_mass(scores)
+        return self._by_group(scores, lambda law, scores, rows: law.warp(scores))
+
+    def _follow_paths(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
+        """Float32 logits [B, V] as each row's path changes them: grammar, bias, penalties, minimum length."""
         if self._grammars:
             logits = self._within_grammars(logits, depth)
-        if not self._groups:
-            return _point_mass(logits)
+        return self._by_group(logits, lambda law, logits, rows: law.follow_paths(logits, self, rows, depth))
+
+    def _by_group(self, logits: torch.Tensor, change: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """Logits [B, V] changed law by law, each time those of the rows that share it."""
         if len(self._groups) == 1:
-            return self._groups[0][1](logits, self, None, depth)
-        out = torch.empty_like(logits)
+            return change(self._groups[0][1], logits, None)
+        out = logits.clone()
         for rows, law in self._groups:
-            out[rows] = law(logits[rows], self, rows, depth)
+            out[rows] = change(law, logits[rows], rows)
         return out
 
     def _within_grammars(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
@@ -175,7 +197,8 @@ class _Law:
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
         self.end_ids = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
 
-    def __call__(self, logits: torch.Tensor, sampler: Sampler, rows: torch.Tensor | None, depth: int) -> torch.Tensor:
+    def follow_paths(self, logits: torch.Tensor, sampler: Sampler, rows: torch.Tensor | None, depth: int) -> torch.Tensor:
+        """Logits with bias, penalties and minimum length."""
         params = self.params
 
         def of_rows(x: torch.Tensor) -> torch.Tensor:
@@ -193,9 +216,11 @@ class _Law:
             is_early = num_tokens - num_prompt_tokens < params.min_new_tokens
             scores = scores.clone()
             scores[:, self.end_ids] = scores[:, self.end_ids].masked_fill(is_early[:, None], -torch.inf)
-        if params.is_greedy:
-            return _point_mass(scores)
-        return self.warpers(None, scores)
+        return scores
+
+    def warp(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores with temperature and filters."""
+        return _point_mass(scores) if self.params.is_greedy else self.warpers(None, scores)
 
 
 def _point_mass(scores: torch.Tensor) -> torch.Tensor:

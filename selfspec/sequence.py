@@ -17,7 +17,7 @@ from selfspec.accept import Acceptance
 from selfspec.cache import CacheRow, KVCache
 from selfspec.config import SamplingParams
 from selfspec.detokenize import TextStream
-from selfspec.noise import sample_key
+from selfspec.kernels.noise import sample_key
 from selfspec.sampling import Grammar, Sampler
 from selfspec.target import Target
 from selfspec.tree import CandidateTree

@@ -215,18 +215,20 @@ class Target:
     def replay(
         self,
         key: Hashable,
-        function: Callable[[Places, CandidateTree], tuple[torch.Tensor, ...]],
+        function: Callable[..., tuple[torch.Tensor, ...]],
         tree: CandidateTree,
         rows: list[CacheRow],
         cache: KVCache,
         shape: GraphShape,
         *,
+        extra: Sequence[torch.Tensor] = (),
         num_kept: int | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """`function` of where the rows lie and of the tree, both padded to a graph's shape, as a CUDA graph.
+        """`function` of where the rows lie, of the tree and of `extra`, padded to a graph's shape, as a CUDA graph.
 
         Args:
             key: with the shape and the cache, all that the function depends on beside its arguments.
+            extra: tensors [B, ...] on the device.
             num_kept: as in `Graphs`.
         """
         assert self.graphs is not None
@@ -235,12 +237,17 @@ class Target:
         cache.reserve(rows[: len(tree.tokens)], shape.num_nodes)
         numbers = cache.pack(rows, column_bucket(max(len(row.blocks) for row in rows)))
 
-        def body(numbers: torch.Tensor, nodes: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        num_missing = shape.num_rows - len(tree.tokens)
+        extra = [
+            torch.cat([each, each[-1:].expand(num_missing, *each.shape[1:])]) if num_missing else each for each in extra
+        ]
+
+        def body(numbers: torch.Tensor, nodes: torch.Tensor, *extra: torch.Tensor) -> tuple[torch.Tensor, ...]:
             tokens, parents, depths = nodes
             padded = CandidateTree(tokens, parents, depths, max_depth=shape.max_depth, is_chain=shape.is_chain)
-            return function(Places.unpack(numbers), padded)
+            return function(Places.unpack(numbers), padded, *extra)
 
-        return self.graphs((key, shape, cache.serial), body, (numbers, shape.pad(tree)), num_kept=num_kept)
+        return self.graphs((key, shape, cache.serial), body, (numbers, shape.pad(tree), *extra), num_kept=num_kept)
 
     def hidden_states(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, features: Sequence[int]

@@ -186,4 +186,6 @@ def test_plain_settings_are_those_whose_choice_needs_neither_history_nor_filters
     settings: dict[str, Any], is_plain: bool
 ) -> None:
     """Filters cannot change an argmax, so greedy settings stay plain under them."""
-    assert SamplingParams(**settings).is_plain == is_plain
+    params = SamplingParams(**settings)
+    assert params.is_plain == is_plain
+    assert params.is_pathless == params.with_(top_k=0, top_p=1.0, min_p=0.0).is_plain

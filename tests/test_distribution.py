@@ -17,7 +17,7 @@ from support import OracleTreeDrafter, tiny_model
 from selfspec import SamplingParams, Target, generate
 from selfspec.accept import Acceptance, accept_sampled
 from selfspec.drafters import DraftModelDrafter
-from selfspec.noise import Stream
+from selfspec.kernels.noise import Stream
 from selfspec.sampling import Sampler
 from selfspec.tree import CandidateTree, chain
 
@@ -122,6 +122,32 @@ def test_rule_keeps_the_law_and_accepts_as_often_as_it_can() -> None:
     accepted = acceptance.num_accepted == 1
     bonus = torch.bincount(acceptance.tokens[accepted, 1], minlength=4)
     assert g_test(bonus, NEXT_PROBS.double()) > ALPHA
+
+
+FILTERS = {
+    "top-k": {"top_k": 7},
+    "top-p": {"top_p": 0.75},
+    "top-p, cold": {"temperature": 0.5, "top_p": 0.9},
+    "min-p": {"min_p": 0.1},
+    "all": {"temperature": 1.4, "top_k": 20, "top_p": 0.8, "min_p": 0.03},
+    "none": {"temperature": 0.7},
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", FILTERS)
+def test_choices_at_all_nodes_have_the_law_of_transformers_filters(name: str, device: str) -> None:
+    """Thousands of nodes at positions of their own; no token that the filters drop is ever chosen."""
+    params = SamplingParams(**{"temperature": 1.0, **FILTERS[name]})  # type: ignore[arg-type]
+    logits = 2 * torch.randn(1, 48, generator=torch.Generator().manual_seed(5))
+    one = torch.ones(1, dtype=torch.int64)
+    on_cpu = Sampler([params], one, torch.zeros(1, 8, dtype=torch.int64), one, one, ())
+    law = on_cpu.process(logits, 0)[0].double().softmax(-1)
+    sampler = Sampler([params], one.to(device), torch.zeros(1, 8, device=device).long(), one.to(device), one.to(device), ())
+    tokens, _ = sampler.laws.choose(logits.to(device).expand(1, 40_000, -1), torch.arange(40_000, device=device)[None])
+    counts = torch.bincount(tokens.flatten().cpu(), minlength=48)
+    assert (counts[law == 0] == 0).all()
+    assert g_test(counts[law > 0], law[law > 0]) > ALPHA
 
 
 def test_power_resampling_from_the_target_instead_of_the_residual_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

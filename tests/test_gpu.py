@@ -8,7 +8,7 @@ from support import FAMILIES, OracleTreeDrafter, random_prompts, tiny_model
 
 from selfspec import SamplingParams, Target, generate
 from selfspec.drafters import DraftModelDrafter, NgramDrafter
-from selfspec.noise import Stream, gumbel, uniform
+from selfspec.kernels.noise import Stream, gumbel, uniform
 
 pytestmark = pytest.mark.gpu
 PROMPTS = random_prompts(7, (1, 40), seed=3)
@@ -42,6 +42,33 @@ def test_float32_tokens_are_the_cpus(family: str, temperature: float) -> None:
     ):
         got = generate(target, PROMPTS, drafter=drafter, sampling=sampling, batch_size=4, use_cost_guard=False)
         assert [c.token_ids for c in got] == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_p": 0.8},
+        {"top_k": 5},
+        {"top_k": 20, "top_p": 0.9, "min_p": 0.05},
+        {"top_p": 0.9, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+    ],
+    ids=str,
+)
+def test_float32_filtered_tokens_are_the_cpus(settings: dict[str, float]) -> None:
+    """Kernel there, transformers' filters here; alone and beside greedy rows and rows whose law needs their paths."""
+    params = [SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.9, seed=i, **settings) for i in range(len(PROMPTS))]
+    expected = [c.token_ids for c in generate(Target(tiny_model("llama")), PROMPTS, sampling=params, batch_size=7)]
+    target = Target(tiny_model("llama").cuda())
+    answers = {tuple(p): e for p, e in zip(PROMPTS, expected, strict=True)}
+    for drafter in (None, NgramDrafter(6), OracleTreeDrafter(answers)):
+        for batch_size in (1, 4):
+            got = generate(target, PROMPTS, drafter=drafter, sampling=params, batch_size=batch_size, use_cost_guard=False)
+            assert [c.token_ids for c in got] == expected
+    others = (SamplingParams(max_new_tokens=NUM_TOKENS), SamplingParams(max_new_tokens=NUM_TOKENS, frequency_penalty=0.3))
+    for other in others:
+        mixed = [p if i % 2 else other for i, p in enumerate(params)]
+        got = generate(target, PROMPTS, drafter=NgramDrafter(6), sampling=mixed, batch_size=7, use_cost_guard=False)
+        assert [c.token_ids for c in got[1::2]] == expected[1::2]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -79,6 +79,36 @@ def test_what_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCaptureFixture)
     assert torch.ones(3, device="cuda").sum().item() == 3
 
 
+FILTERED = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.05}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_sampled_steps_emit_what_plain_sampling_does(name: str) -> None:
+    """With a seed, through graphs, alone and in mixed batches: what the walk with transformers' filters emits, undrafted.
+
+    Settings are no part of a graph: each batch size has its own rows in it.
+    """
+    target = Target(tiny_model("llama"))
+    common = {"max_new_tokens": 24, "ignore_eos": True}
+    settings = [FILTERED, {}, {"temperature": 1.3}, {"temperature": 1.0, "top_k": 3}, {"temperature": 0.9, "top_p": 0.6}]
+    params = [SamplingParams(seed=i, **common, **each) for i, each in enumerate(settings)]
+    for sampling in (SamplingParams(seed=7, **common, **FILTERED), params):
+        target.graphs = None
+        expected = [c.token_ids for c in generate(target, PROMPTS, sampling=sampling)]
+        target.graphs = Graphs(target.device, is_rehearsal=True)
+        for max_batch in (1, 3):
+            got = generate(
+                target,
+                PROMPTS,
+                drafter=DRAFTERS[name](target),
+                sampling=sampling,
+                batch_size=max_batch,
+                use_cost_guard=False,
+            )
+            assert [c.token_ids for c in got] == expected, max_batch
+        assert len(target.graphs) > 0
+
+
 def test_a_tree_is_padded_with_what_can_change_nothing() -> None:
     tree = from_parents(torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, 0]]))
     shape = GraphShape.of(tree, [None])  # type: ignore[list-item]

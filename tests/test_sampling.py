@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
 )
 
 from selfspec import SamplingParams, Target, generate
-from selfspec.noise import Stream, gumbel, sample_key, splitmix64, uniform
+from selfspec.kernels.noise import Stream, gumbel, sample_key, splitmix64, uniform
 from selfspec.sampling import Sampler
 
 PROMPTS = random_prompts(4, (2, 20), seed=8)
@@ -59,14 +59,15 @@ def test_choosing_at_all_nodes_equals_choosing_one_by_one() -> None:
     logits = torch.randn(3, 5, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     depths = torch.tensor([[0, 1, 1, 2, 3]] * 3)
     sampler = sampler_of(params, torch.zeros(3, 16, dtype=torch.int64), [4] * 3, [4, 5, 6])
-    chosen = sampler.choose_all(logits, depths)
+    chosen, _ = sampler.laws.choose(logits, depths)
     for node in range(5):
         depth = int(depths[0, node])
         processed = sampler.process(logits[:, node], depth)
         assert torch.equal(chosen[:, node], sampler.draw(processed, depth, Stream.TARGET))
     # Siblings share their noise: equal logits choose equal tokens.
     same = logits[:, 1:2].expand(-1, 5, -1)
-    assert torch.equal(sampler.choose_all(same, depths)[:, 1], sampler.choose_all(same, depths)[:, 2])
+    chosen, _ = sampler.laws.choose(same, depths)
+    assert torch.equal(chosen[:, 1], chosen[:, 2])
 
 
 def test_filters_are_transformers_own_in_its_order() -> None:
@@ -77,6 +78,46 @@ def test_filters_are_transformers_own_in_its_order() -> None:
         [TemperatureLogitsWarper(0.7), TopKLogitsWarper(9), TopPLogitsWarper(0.8), MinPLogitsWarper(0.05)]
     )(None, logits)
     assert torch.equal(sampler.process(logits, 0), expected)
+
+
+FILTERS = [
+    {"top_k": 4},
+    {"top_k": 1},
+    {"top_p": 0.7},
+    {"top_p": 1e-3},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"top_k": 12, "top_p": 0.8, "min_p": 0.02},
+    {"top_k": 500, "top_p": 0.5},
+    {},
+]
+
+
+def test_filters_without_a_path_choose_what_transformers_own_choose() -> None:
+    """At every node at once, rows of all filters in one batch; bias and penalties come before the filters."""
+    params = [SamplingParams(temperature=0.5 + i / 5, **each) for i, each in enumerate(FILTERS)]  # type: ignore[arg-type]
+    params += [p.with_(logit_bias={3: 2.0}, presence_penalty=0.5, min_new_tokens=6) for p in params]
+    B = len(params)
+    sampler = sampler_of(params, torch.randint(VOCAB_SIZE, (B, 12)), [2] * B, [4] * B)
+    assert not sampler.is_pathless and not sampler.is_plain
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(40):
+        logits = torch.randn(B, VOCAB_SIZE, generator=generator) * 2
+        expected = sampler.draw(sampler.process(logits, 1), 1, Stream.TARGET)
+        chosen, is_valid = sampler.laws.choose(
+            sampler._follow_paths(logits, 1)[:, None], torch.ones(B, 1, dtype=torch.int64)
+        )
+        assert is_valid.all() and torch.equal(chosen[:, 0], expected)
+
+
+def test_equal_logits_are_kept_or_dropped_together() -> None:
+    """Where transformers' nucleus ends between them, by the order of a sort; its top-k and min-p keep them all, too."""
+    logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0, -torch.inf]).expand(1, 2000, 6)
+    depths = torch.arange(2000)[None]
+    for settings in ({"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 4, "top_p": 0.6}):
+        sampler = sampler_of([SamplingParams(temperature=1.0, **settings)], torch.zeros(1, 4, dtype=torch.int64), [1], [1])
+        chosen, _ = sampler.laws.choose(logits, depths)
+        assert chosen.unique().tolist() == [0, 1, 2, 3]
 
 
 def test_penalties_count_the_emitted_tokens_of_each_rows_own_path() -> None:

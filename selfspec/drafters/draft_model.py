@@ -20,7 +20,7 @@ import torch
 from selfspec.cache import CacheRow
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.growth import grow, spread
-from selfspec.noise import Stream
+from selfspec.kernels.noise import Stream
 from selfspec.tree import CandidateTree, chain
 
 if TYPE_CHECKING:
