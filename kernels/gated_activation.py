@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from selfspec.kernels.jit import begin, is_compiled_for, jit, overlap, tl, triton
+from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
 from selfspec.kernels.reference import gated_silu_reference
 
 BLOCK_F = 1024
 
 
 @jit()
-def _gated_silu_kernel(x_ptr, out_ptr, F, BLOCK_F: tl.constexpr, OVERLAPS: tl.constexpr):
-    begin(OVERLAPS)
+def _gated_silu_kernel(x_ptr, out_ptr, F, BLOCK_F: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     offs_f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask_f = offs_f < F
@@ -38,5 +37,5 @@ def launch_gated_silu(x: torch.Tensor) -> torch.Tensor:
     assert x.shape[-1] == 2 * F, x.shape
     rows = x.reshape(-1, 2 * F).contiguous()
     out = torch.empty(*x.shape[:-1], F, dtype=x.dtype, device=x.device)
-    _gated_silu_kernel[(triton.cdiv(F, BLOCK_F), len(rows))](rows, out, F, BLOCK_F=BLOCK_F, num_warps=4, **overlap(x))
+    _gated_silu_kernel[(triton.cdiv(F, BLOCK_F), len(rows))](rows, out, F, BLOCK_F=BLOCK_F, num_warps=4)
     return out

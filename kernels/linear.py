@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from selfspec.kernels.jit import begin, is_compiled_for, jit, overlap, tl, triton
+from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
 
 # More rows than this are a prefill's: F.linear is faster there.
 MAX_ROWS = 256
@@ -57,9 +57,7 @@ def _linear_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    begin(OVERLAPS)
     num_row_tiles = tl.cdiv(R, BLOCK_R)
     offs_r = tl.program_id(0) % num_row_tiles * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_out = tl.program_id(0) // num_row_tiles * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -138,7 +136,6 @@ def launch_linear(
         BLOCK_IN=block_in,
         num_warps=tile.num_warps,
         num_stages=num_stages,
-        **overlap(x),
     )
     return out
 

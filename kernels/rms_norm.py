@@ -14,7 +14,7 @@ import math
 
 import torch
 
-from selfspec.kernels.jit import begin, is_compiled_for, jit, overlap, tl, triton
+from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
 from selfspec.kernels.reference import rms_norm_reference
 
 # The longest row that a program's registers hold.
@@ -35,9 +35,7 @@ def _rms_norm_kernel(
     ALIGNMENT: tl.constexpr,
     IS_ROUNDED_FIRST: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    begin(OVERLAPS)
     row = tl.program_id(0)
     start = row // num_inner * stride_outer.to(tl.int64) + row % num_inner * stride_inner.to(tl.int64)
     offs_e = tl.arange(0, BLOCK_E)
@@ -85,6 +83,5 @@ def launch_rms_norm(
         IS_ROUNDED_FIRST=is_rounded_first,
         BLOCK_E=block_e,
         num_warps=min(16, max(1, block_e // 512)),
-        **overlap(x),
     )
     return out

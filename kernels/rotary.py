@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from selfspec.kernels.jit import begin, is_compiled_for, jit, overlap, tl, triton
+from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
 from selfspec.kernels.reference import rotary_store_reference
 
 # Heads a program.
@@ -35,9 +35,7 @@ def _rotary_store_kernel(
     D: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     offs_head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     offs_d = tl.arange(0, BLOCK_HALF)[None, :]
@@ -117,6 +115,5 @@ def launch_rotary_store(
         BLOCK_HEADS=BLOCK_HEADS,
         BLOCK_HALF=triton.next_power_of_2(D // 2),
         num_warps=2,
-        **overlap(qkv),
     )
     return query

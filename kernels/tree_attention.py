@@ -35,7 +35,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from selfspec.kernels.jit import begin, is_compiled_for, jit, overlap, tl, triton
+from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
 from selfspec.kernels.reference import slots_of, tree_attention_reference
 
 # Keys a split. Like the tiles it may not depend on a pass's sizes, for the sake of equal bits.
@@ -168,7 +168,6 @@ def _tree_attention_split_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """One split's softmax, in base 2 and not normalised, for up to BLOCK_M rows of one key-value head.
 
@@ -177,7 +176,6 @@ def _tree_attention_split_kernel(
     """
     R: tl.constexpr = H // G
     TILES_PER_NODE: tl.constexpr = (R + BLOCK_M - 1) // BLOCK_M
-    begin(OVERLAPS)
     program = tl.program_id(0)
     b = tl.program_id(1) // G
     g = tl.program_id(1) % G
@@ -284,10 +282,8 @@ def _tree_attention_combine_kernel(
     SPLIT: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Add up the splits that one node's head sees, BLOCK_P at a time, and normalise."""
-    begin(OVERLAPS)
     node = tl.program_id(0) // H
     head = tl.program_id(0) % H
     b = tl.program_id(1).to(tl.int64)
@@ -427,7 +423,6 @@ def launch_tree_attention(
             # What fits the registers and the shared memory of two programs, or of one with large heads.
             num_warps=8 if is_float32 or max(block_d, block_dv) > 128 else 4,
             num_stages=2 if is_float32 or block_d + block_dv > 256 else 3,
-            **overlap(query),
         )
         _tree_attention_combine_kernel[(num_nodes * H, B)](
             acc,
@@ -447,7 +442,6 @@ def launch_tree_attention(
             SPLIT=SPLIT,
             BLOCK_P=BLOCK_P,
             BLOCK_DV=block_dv,
-            **overlap(query),
         )
     return out
 
