@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM
 
+from selfspec.adapter import merge_adapter
 from selfspec.config import SamplingParams
 from selfspec.drafters import Drafter
 from selfspec.generation import generate_iter
@@ -123,7 +124,10 @@ def transformers_run(
     target: Target, prompts: Sequence[list[int]], *, sampling: SamplingParams, source: str, revision: str | None = None
 ) -> Iterator[Answer]:
     """Answers greedily with the `generate` of transformers, one prompt at a time, on a second copy of the target."""
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=target.dtype, revision=revision).to(target.device).eval()
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=target.dtype, revision=revision)
+    if target.adapter is not None:
+        model = merge_adapter(model, target.adapter, target=source)
+    model = model.to(target.device).eval()
 
     def answer(prompt: list[int], max_new_tokens: int) -> Answer:
         start = time.perf_counter()

@@ -11,6 +11,7 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from selfspec.adapter import merge_adapter
 from selfspec.packing import can_pack, pack_linear_layers
 
 logger = logging.getLogger(__name__)
@@ -49,12 +50,14 @@ def load_model(
     dtype: str | torch.dtype,
     device: str | torch.device,
     revision: str | None = None,
+    adapter: str | Path | None = None,
     use_packing: bool = True,
 ) -> tuple[PreTrainedModel, Any]:
     """Load, check, freeze and place a causal language model.
 
     Args:
         dtype: a torch dtype or its name, `auto`, or `int8` (weight-only, through torchao).
+        adapter: folder or Hub id of a LoRA adapter to merge into the weights.
         use_packing: on CPU, store linear layers for decoding (see `selfspec.packing`); they then have no gradients.
 
     Returns:
@@ -82,6 +85,8 @@ def load_model(
         raise ValueError(
             f"{source}: the checkpoint lacks {len(missing)} weights ({missing[0]} first): download or copy the model again"
         )
+    if adapter is not None:
+        model = merge_adapter(model, adapter, target=source)
     model = model.to(resolved_device).eval().requires_grad_(False)
     if use_int8:
         _quantize_int8(model)

@@ -37,6 +37,9 @@ class TargetOptions:
         default=None, metadata={"help": "directory or Hub id of the target; the one `selfspec fetch` makes by default"}
     )
     revision: str | None = field(default=None, metadata={"help": "branch, tag or commit, for a Hub id"})
+    adapter: str | None = field(
+        default=None, metadata={"help": "directory or Hub id of a LoRA adapter (PEFT) to merge into the target"}
+    )
     dtype: str = field(default="auto", metadata={"help": "float32, bfloat16, float16, or auto"})
     device: str = field(default="auto", metadata={"help": "cpu, cuda, cuda:N, or auto"})
 
@@ -45,10 +48,17 @@ class TargetOptions:
         """The directory or id to load from."""
         return self.target or str(default_target())
 
-    def load(self) -> "Target":
+    def load(self, *, use_packing: bool = True) -> "Target":
         from selfspec.target import Target
 
-        return Target.from_pretrained(self.source, dtype=self.dtype, device=self.device, revision=self.revision)
+        return Target.from_pretrained(
+            self.source,
+            dtype=self.dtype,
+            device=self.device,
+            revision=self.revision,
+            adapter=self.adapter,
+            use_packing=use_packing,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
