@@ -4,6 +4,9 @@ For every number of streams and every repeat the two modes answer the same promp
 in another order, so that a slow spell of a shared machine meets both; ratios are taken within such a pair. Each mode has an
 engine, and so a prefix cache, of its own, and meets every prompt once. A first pair, which is not counted, lets the planner
 measure its costs, as a server's does in its first minute.
+
+A run counts as long as every stream is busy. What comes after is the tail of a benchmark, not of a server: streams whose
+drafts were accepted have ended, and the slowest decode alone.
 """
 
 from __future__ import annotations
@@ -19,16 +22,19 @@ from selfspec.bench import PLAIN, environment
 from selfspec.config import SamplingParams
 from selfspec.drafters import Drafter
 from selfspec.engine import SpecEngine
+from selfspec.generation import Completion
 from selfspec.sequence import Request
 from selfspec.target import Target
 
 
 @dataclass(frozen=True)
 class Run:
-    """One mode's answers to the prompts of a repeat, `num_streams` at a time; `seconds` is wall clock, prefill included.
+    """One mode's answers to the prompts of a repeat, `num_streams` at a time, prefill included.
 
     Attributes:
-        num_passes: verify passes summed over the answers.
+        seconds: wall clock until the first stream had nothing more to do.
+        num_tokens: emitted until then.
+        acceptance_length: tokens per target pass over whole answers, bonus token included.
         is_identical: all tokens are those of plain decoding.
     """
 
@@ -37,7 +43,7 @@ class Run:
     mode: str
     seconds: float
     num_tokens: int
-    num_passes: int
+    acceptance_length: float
     is_identical: bool
 
     @property
@@ -108,10 +114,12 @@ def run(
             on_run()
             if repeat == 0:
                 continue
-            expected = measured[PLAIN][1]
-            for mode, (seconds, answers, num_passes) in measured.items():
-                num_tokens = sum(map(len, answers.values()))
-                runs.append(Run(num_streams, repeat, mode, seconds, num_tokens, num_passes, answers == expected))
+            expected = measured[PLAIN][2]
+            for mode, (seconds, num_tokens, answers) in measured.items():
+                num_passes = sum(answer.num_target_passes for answer in answers)
+                length = sum(len(answer.token_ids) for answer in answers) / num_passes
+                is_identical = all(a.token_ids == b.token_ids for a, b in zip(answers, expected, strict=True))
+                runs.append(Run(num_streams, repeat, mode, seconds, num_tokens, length, is_identical))
         for engine in engines.values():
             engine.close()
     return runs
@@ -119,19 +127,22 @@ def run(
 
 def _answer(
     engine: SpecEngine, prompts: Sequence[list[int]], sampling: SamplingParams
-) -> tuple[float, dict[int, list[int]], int]:
-    """Seconds, the tokens of every answer, and the verify passes they took."""
+) -> tuple[float, int, list[Completion]]:
+    """Seconds and tokens as long as every stream is busy, and all answers."""
     requests = [Request(prompt, sampling, index) for index, prompt in enumerate(prompts)]
-    answers: dict[int, list[int]] = {}
-    num_passes = 0
+    answers: dict[int, Completion] = {}
+    num_tokens = 0
+    seconds = 0.0
     started = time.perf_counter()
     for event in engine.stream(requests):
         if event.error is not None:
             raise event.error
+        if len(prompts) - len(answers) >= engine.max_batch:
+            num_tokens += len(event.token_ids)
+            seconds = time.perf_counter() - started
         if event.completion is not None:
-            answers[event.request.index] = event.completion.token_ids
-            num_passes += event.completion.num_target_passes
-    return time.perf_counter() - started, answers, num_passes
+            answers[event.request.index] = event.completion
+    return seconds, num_tokens, [answers[index] for index in range(len(prompts))]
 
 
 def summarise(runs: Sequence[Run]) -> list[Throughput]:
@@ -150,7 +161,7 @@ def summarise(runs: Sequence[Run]) -> list[Throughput]:
                 median(run.tokens_per_second for run in drafted.values()),
                 median(ratios),
                 min(ratios),
-                sum(run.num_tokens for run in drafted.values()) / sum(run.num_passes for run in drafted.values()),
+                median(run.acceptance_length for run in drafted.values()),
                 sum(run.is_identical for run in drafted.values()),
             )
         )

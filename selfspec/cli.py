@@ -233,7 +233,7 @@ def bench_engine(
     streams: Annotated[str, typer.Option("--streams", help="how many at once, several numbers with commas")] = "1,8,32,64",
     prompts: Annotated[str, typer.Option("--prompts", help="spec_bench, humaneval, or a prompt file")] = "spec_bench",
     repeats: Annotated[int, typer.Option("--repeats", help="pairs of runs, with speculation and without", min=1)] = 3,
-    rounds: Annotated[int, typer.Option("--rounds", help="answers of each stream in a run", min=1)] = 1,
+    rounds: Annotated[int, typer.Option("--rounds", help="answers of each stream in a run", min=1)] = 3,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="most tokens for each answer", min=1)] = 128,
     output: Annotated[Path | None, typer.Option("--output", help="JSON file for every run")] = None,
 ) -> None:

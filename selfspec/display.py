@@ -127,7 +127,8 @@ def show_throughput(entries: Sequence[Throughput], environment: Mapping[str, obj
         )
     stdout.print(table)
     stdout.print(", ".join(f"{name} {value}" for name, value in environment.items()))
-    stdout.print("Medians over repeats, prefill included. Ratio: speculation on to off, within a repeat; above 1 is faster.")
+    stdout.print("Medians over repeats while all streams are busy, prefill included.")
+    stdout.print("Ratio: speculation on to off, within a repeat; above 1 is faster.")
     stdout.print("Accept length: tokens per target pass, bonus token included. Same: repeats with the tokens of off.")
 
 
