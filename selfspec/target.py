@@ -58,6 +58,12 @@ class Target:
             raise ValueError(f"{kind} keeps a recurrent state instead of a KV cache: selfspec serves attention models only")
         if not model._can_set_attn_implementation():
             raise ValueError(f"{kind} does not follow transformers' attention interface, so its attention cannot be served")
+        devices = sorted({str(weight.device) for weight in model.parameters()})
+        if len(devices) > 1 or devices == ["meta"]:
+            raise ValueError(
+                f"the model's weights are on {' and '.join(devices)}: selfspec keeps one KV cache on one device: "
+                'load them there whole, with device_map={"": DEVICE} or none'
+            )
         self.model = model
         self.tokenizer = tokenizer
         self.name = name or model.config.name_or_path or kind
