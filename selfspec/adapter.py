@@ -43,7 +43,7 @@ def merge_adapter(model: PreTrainedModel, source: str | Path, *, target: str | P
             # What PEFT would only warn of is checked below.
             warnings.simplefilter("ignore")
             adapted = PeftModel(model, config)
-            loaded = set_peft_model_state_dict(adapted, weights)
+            loaded: Any = set_peft_model_state_dict(adapted, weights)
             missing = [name for name in loaded.missing_keys if "lora_" in name]
             if odd := [*missing, *loaded.unexpected_keys]:
                 raise ValueError(f"{odd[0]} is on one side only")

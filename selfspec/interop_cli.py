@@ -13,6 +13,7 @@ from selfspec.prompts import PromptRow, read_prompts
 
 if TYPE_CHECKING:
     from selfspec.generation import Prompt
+    from selfspec.interop.verify import Report
     from selfspec.target import Target
 
 app = typer.Typer()
@@ -107,10 +108,10 @@ def verify_head(
     from selfspec.interop import load_as_stored
     from selfspec.interop.verify import verify_head
 
-    adapters = {None: "served"}
+    adapters: dict[str | None, str] = {None: "served"}
     if target.adapter is not None:
         adapters = {None: "served without the adapter", target.adapter: "served with it"}
-    reports = {}
+    reports: dict[str | None, Report] = {}
     with display.stage(f"verifying {head}"):
         stored = load_as_stored(head)
         for adapter in adapters:
