@@ -10,6 +10,7 @@ Every command gets `--debug` too, and turns the errors a user can cause into one
 
 import dataclasses
 import inspect
+import logging
 import types
 import typing
 from collections.abc import Callable
@@ -113,6 +114,9 @@ def command(app: typer.Typer, **groups: type) -> Callable[[Callable[..., None]],
         parameters.append(_option("debug", Annotated[bool, debug], False))
 
         def run(*, debug: bool, **values: Any) -> None:
+            # transformers imports torchao where it is installed, which tells of kernels for other devices as it comes in.
+            for library in ("torchao", "torch.utils._pytree"):
+                logging.getLogger(library).setLevel(logging.ERROR)
             with reported_failures(debug):
                 for name, group in groups.items():
                     values[name] = group(**{option.name: values.pop(option.name) for option in _field_options(group)})
