@@ -52,7 +52,12 @@ def main(
 ) -> None:
     """Prepare training data from logs, with the answers written by the target."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    settings = {"sources": sources, "target": target.source, "self_prompts": number_of_self_prompts}
+    settings = {
+        "sources": sources,
+        "target": target.source,
+        "adapter": target.adapter,
+        "self_prompts": number_of_self_prompts,
+    }
     check_settings(output_dir / "config.json", {**settings, **asdict(cleaning), "sampling": asdict(sampling)})
     drawn = prompt_writer(output_dir / "self_prompts.jsonl", number_of_self_prompts, resume=True)
     reports = {name: Report() for name in ("drawing", "reading", "cleaning", "answering", "masking")}

@@ -4,6 +4,7 @@ torch and transformers take seconds to import, so that each command imports what
 """
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,6 +55,9 @@ def main() -> None:
     """Several tokens per forward pass from a frozen Hugging Face model, with unchanged output."""
     # Read when torch is loaded. Threads that spin while they wait are many times slower where cores are shared.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Both keep 1024 compiled kernels by default, one for every number of rows that a pass ever had: hundreds of MiB.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "256")
 
 
 @command(app, target=TargetOptions, draft=DraftOptions, sampling=SamplingParams)
@@ -224,6 +228,55 @@ def bench(
         typer.echo(note)
     if output is not None:
         benchmark.save(output, loaded.target, sampling, measurements)
+
+
+@command(app, target=TargetOptions, draft=DraftOptions)
+def bench_engine(
+    *,
+    target: TargetOptions,
+    drafter: DrafterOption = "ngram",
+    draft: DraftOptions,
+    streams: Annotated[str, typer.Option("--streams", help="how many at once, several numbers with commas")] = "1,8,32,64",
+    prompts: Annotated[str, typer.Option("--prompts", help="spec_bench, humaneval, or a prompt file")] = "spec_bench",
+    repeats: Annotated[int, typer.Option("--repeats", help="pairs of runs, with speculation and without", min=1)] = 3,
+    rounds: Annotated[int, typer.Option("--rounds", help="answers of each stream in a run", min=1)] = 3,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="most tokens for each answer", min=1)] = 128,
+    output: Annotated[Path | None, typer.Option("--output", help="JSON file for every run")] = None,
+) -> None:
+    """Measure the tokens per second of many streams at once, with speculation and without it, greedily."""
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", streams):
+        raise ValueError(f"--streams {streams!r} is not a list of whole numbers such as 1,8,32")
+    counts = list(map(int, streams.split(",")))
+
+    from selfspec import bench as benchmark
+    from selfspec import bench_engine as throughput
+    from selfspec import display
+
+    rows = benchmark.read_benchmark(prompts)
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    with display.stage(f"loading {target.source}"):
+        model = _load(target)
+        loaded = draft.load(drafter, model)
+        if loaded is None:
+            raise ValueError("--drafter none is what the drafter is compared with: name another")
+        # Of every task as many as of the others, however few are used.
+        step = max(1, len(rows) // (max(counts) * rounds * (repeats + 1)))
+        prompt_ids = [model.encode(row.prompt) for row in rows[::step]]
+    with display.progress("measuring", len(counts) * (repeats + 1)) as advance:
+        runs = throughput.run(
+            model,
+            loaded,
+            prompt_ids,
+            streams=counts,
+            num_repeats=repeats,
+            rounds=rounds,
+            sampling=sampling,
+            use_cost_guard=not draft.no_cost_guard,
+            on_run=advance,
+        )
+    display.show_throughput(throughput.summarise(runs), benchmark.environment(model))
+    if output is not None:
+        throughput.save(output, model, sampling, runs)
 
 
 @command(app)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from selfspec.adapter import merge_adapter
 from selfspec.config import SamplingParams
 from selfspec.drafters import Drafter
 from selfspec.generation import generate_iter
@@ -149,6 +150,8 @@ def transformers_run(
     model: Any = source
     if isinstance(source, str):
         model = AutoModelForCausalLM.from_pretrained(source, dtype=target.dtype, revision=revision)
+        if target.adapter is not None:
+            model = merge_adapter(model, target.adapter, target=source)
         model = model.to(target.device).eval()
 
     def answer(prompt: list[int], max_new_tokens: int) -> Answer:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from selfspec.bench import Summary
+from selfspec.bench_engine import Throughput
 from selfspec.compare import Answer, Mode, first_difference
 from selfspec.doctor import Finding
 from selfspec.plan import Plan
@@ -118,6 +119,28 @@ def show_benchmark(summaries: Mapping[str, Mapping[str, Summary]], environment: 
     stdout.print(
         "costs of a step: " + ", ".join(f"{mode} {c.draft:.3f} + {c.verify:.3f}" for mode, c in costs.items()) + "."
     )
+
+
+def show_throughput(entries: Sequence[Throughput], environment: Mapping[str, object]) -> None:
+    """One row for each number of streams; ratios are of speculation on to off."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("streams", "off\ntokens/s", "on\ntokens/s", "ratio", "worst\nratio", "accept\nlength", "same"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for entry in entries:
+        table.add_row(
+            str(entry.num_streams),
+            f"{entry.plain_tokens_per_second:.1f}",
+            f"{entry.tokens_per_second:.1f}",
+            _ratio(entry.ratio),
+            _ratio(entry.worst_ratio),
+            f"{entry.acceptance_length:.2f}",
+            f"{entry.num_identical}/{entry.num_repeats}",
+        )
+    stdout.print(table)
+    stdout.print(", ".join(f"{name} {value}" for name, value in environment.items()))
+    stdout.print("Medians over repeats while all streams are busy, prefill included.")
+    stdout.print("Ratio: speculation on to off, within a repeat; above 1 is faster.")
+    stdout.print("Accept length: tokens per target pass, bonus token included. Same: repeats with the tokens of off.")
 
 
 def _ratio(value: float | None) -> str:

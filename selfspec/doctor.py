@@ -17,7 +17,7 @@ OPTIONAL = {
     "triton": ("compiled GPU kernels, in whose place plain torch runs", None),
     "accelerate": ("training", "train"),
     "datasets": ("training", "train"),
-    "peft": ("training of early-exit heads", "train"),
+    "peft": ("--adapter, and training of early-exit heads", "lora"),
     "fastapi": ("selfspec serve", "serve"),
     "gradio": ("the app", "app"),
     "torchao": ("draft models in int8", "quant"),

@@ -53,6 +53,12 @@ def load_head(source: str | Path | None, target: Target, *, drafter: str, revisi
         raise ValueError(f"{source} is a {head_type} head, and drafter {drafter} serves {' and '.join(allowed)} heads")
     head = HEADS[head_type].from_pretrained(directory, dtype=target.dtype)
     head.config.target.check(identity(target))
+    if target.adapter is not None:
+        logger.warning(
+            "head %s: its card's acceptance was measured without adapter %s; `selfspec verify-head` measures both",
+            directory.name,
+            target.adapter,
+        )
     return head
 
 

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ from selfspec.prompts import PromptRow, read_prompts
 
 if TYPE_CHECKING:
     from selfspec.generation import Prompt
+    from selfspec.interop.verify import Report
     from selfspec.target import Target
 
 app = typer.Typer()
@@ -96,23 +98,34 @@ def verify_head(
     num_prompts: Annotated[int, typer.Option("--num-prompts", help="how many of them", min=1)] = 12,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="most tokens for each answer", min=2)] = 64,
 ) -> None:
-    """Check a head against its target: shapes, vocabulary, fingerprints, and acceptance at every position."""
+    """Check a head against its target: shapes, vocabulary, fingerprints, and acceptance at every position.
+
+    With --adapter, acceptance without it is shown as well.
+    """
     rows = read_prompts(prompt_file)[:num_prompts]
 
     from selfspec import display
     from selfspec.interop import load_as_stored
     from selfspec.interop.verify import verify_head
 
+    adapters: dict[str | None, str] = {None: "served"}
+    if target.adapter is not None:
+        adapters = {None: "served without the adapter", target.adapter: "served with it"}
+    reports: dict[str | None, Report] = {}
     with display.stage(f"verifying {head}"):
-        model = _load(target, use_packing=True)
-        report = verify_head(
-            load_as_stored(head), model, [_prompt(row, model) for row in rows], max_new_tokens=max_new_tokens
+        stored = load_as_stored(head)
+        for adapter in adapters:
+            model = _load(replace(target, adapter=adapter), use_packing=True)
+            prompts = [_prompt(row, model) for row in rows]
+            reports[adapter] = verify_head(stored, model, prompts, max_new_tokens=max_new_tokens)
+    for adapter, name in adapters.items():
+        serving = reports[adapter].serving
+        rates = " ".join(f"{rate:.0%}" for rate in serving.rates)
+        typer.echo(
+            f"{name}: {serving.acceptance_length:.2f} tokens per target pass; {rates} of the drafts at each depth accepted"
         )
+    report = reports[target.adapter]
     serving = report.serving
-    rates = " ".join(f"{rate:.0%}" for rate in serving.rates)
-    typer.echo(
-        f"served: {serving.acceptance_length:.2f} tokens per target pass; {rates} of the drafts at each depth accepted"
-    )
     typer.echo(f"the answers' most frequent token alone: {serving.chance:.0%}")
     for reading in report.readings:
         rates = " ".join(f"{rate:4.0%}" for rate in reading.hits.float().mean(0).tolist())
@@ -131,13 +144,5 @@ def _prompt(row: PromptRow, target: "Target") -> "Prompt":
 
 def _load(options: TargetOptions, *, use_packing: bool = False) -> "Target":
     """The target; what is exported of it are its plain weights, not those laid out for decoding."""
-    from selfspec.target import Target
-
     quiet_libraries()
-    return Target.from_pretrained(
-        options.source,
-        dtype=options.dtype,
-        device=options.device,
-        revision=options.revision,
-        use_packing=use_packing,
-    )
+    return options.load(use_packing=use_packing)

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from selfspec.adapter import merge_adapter
 from selfspec.fusing import can_fuse, fuse
 from selfspec.packing import can_pack, pack_linear_layers
 
@@ -57,6 +58,7 @@ def load_model(
     dtype: str | torch.dtype,
     device: str | torch.device,
     revision: str | None = None,
+    adapter: str | Path | None = None,
     use_packing: bool = True,
 ) -> tuple[PreTrainedModel, Any]:
     """Load, check, freeze and place a causal language model.
@@ -64,6 +66,7 @@ def load_model(
     Args:
         dtype: a torch dtype or its name, `auto`, or `int8`, `fp8`, `int4` for the weights of linear layers alone (through
             torchao; the LM head, which heads share, stays as it is).
+        adapter: folder or Hub id of a LoRA adapter to merge into the weights.
         use_packing: store the model's layers for decoding (`selfspec.packing`, on CUDA `selfspec.fusing`); they then have no
             gradients.
 
@@ -97,6 +100,8 @@ def load_model(
         raise ValueError(
             f"{source}: the checkpoint lacks {len(missing)} weights ({missing[0]} first): download or copy the model again"
         )
+    if adapter is not None:
+        model = merge_adapter(model, adapter, target=source)
     model = model.to(resolved_device).eval().requires_grad_(False)
     if quantized:
         _quantize(model, str(quantized))

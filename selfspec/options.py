@@ -10,6 +10,7 @@ Every command gets `--debug` too, and turns the errors a user can cause into one
 
 import dataclasses
 import inspect
+import logging
 import types
 import typing
 from collections.abc import Callable
@@ -37,6 +38,9 @@ class TargetOptions:
         default=None, metadata={"help": "directory or Hub id of the target; the one `selfspec fetch` makes by default"}
     )
     revision: str | None = field(default=None, metadata={"help": "branch, tag or commit, for a Hub id"})
+    adapter: str | None = field(
+        default=None, metadata={"help": "directory or Hub id of a LoRA adapter (PEFT) to merge into the target"}
+    )
     dtype: str = field(default="auto", metadata={"help": "float32, bfloat16, float16, auto; int8, fp8, int4: weights alone"})
     device: str = field(default="auto", metadata={"help": "cpu, cuda, cuda:N, or auto"})
 
@@ -45,10 +49,17 @@ class TargetOptions:
         """The directory or id to load from."""
         return self.target or str(default_target())
 
-    def load(self) -> "Target":
+    def load(self, *, use_packing: bool = True) -> "Target":
         from selfspec.target import Target
 
-        return Target.from_pretrained(self.source, dtype=self.dtype, device=self.device, revision=self.revision)
+        return Target.from_pretrained(
+            self.source,
+            dtype=self.dtype,
+            device=self.device,
+            revision=self.revision,
+            adapter=self.adapter,
+            use_packing=use_packing,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +112,9 @@ def command(app: typer.Typer, **groups: type) -> Callable[[Callable[..., None]],
         parameters.append(_option("debug", Annotated[bool, debug], False))
 
         def run(*, debug: bool, **values: Any) -> None:
+            # transformers imports torchao where it is installed, which tells of kernels for other devices as it comes in.
+            for library in ("torchao", "torch.utils._pytree"):
+                logging.getLogger(library).setLevel(logging.ERROR)
             with reported_failures(debug):
                 for name, group in groups.items():
                     values[name] = group(**{option.name: values.pop(option.name) for option in _field_options(group)})

@@ -14,7 +14,9 @@ before anything is drawn.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -50,7 +52,9 @@ class Planner:
 
     def __init__(self, *, is_active: bool = True) -> None:
         self.is_active = is_active
-        self._verify: dict[int, dict[int, deque[float]]] = {}
+        # By rows and nodes: the last timings of a pass, and their median.
+        self._verify: dict[tuple[int, int], deque[float]] = {}
+        self._seconds: dict[tuple[int, int], float] = {}
         self._draft: dict[int, deque[float]] = {}
         self._trials: list[float] = []
         self._hits: list[float] = []
@@ -73,7 +77,8 @@ class Planner:
             return 0
         if not drafter.is_costly:
             return limit
-        rates = [self._rate_of_chain(depth, len(batch)) for depth in range(limit + 1)]
+        seconds = self._verify_seconds(len(batch))
+        rates = [self._rate_of_chain(depth, len(batch), seconds) for depth in range(limit + 1)]
         best = max(range(limit + 1), key=rates.__getitem__)
         return min(best + 2, limit) if self._is_probe else best
 
@@ -89,7 +94,8 @@ class Planner:
         # In the order in which the tree's own pruning keeps them.
         order = torch.where(tree.is_real, tree.scores, -torch.inf).sort(dim=1, descending=True, stable=True).indices
         gains = torch.where(tree.is_real, chances, 0.0).gather(1, order)[:, 1:].sum(0).cumsum(0).tolist()
-        rates = [(B + gain) / self._verify_seconds(B, size) for size, gain in enumerate([0.0, *gains], start=1)]
+        seconds = self._verify_seconds(B)
+        rates = [(B + gain) / seconds(size) for size, gain in enumerate([0.0, *gains], start=1)]
         best = max(range(N), key=rates.__getitem__)
         return tree.prune(1 + (best + 2 if self._is_probe else best))
 
@@ -123,8 +129,9 @@ class Planner:
         if not self.is_active:
             return
         B, N = tree.tokens.shape
-        sizes = self._verify.setdefault(B, {})
-        sizes.setdefault(N, deque(maxlen=self.MEMORY)).append(verify_seconds)
+        timings = self._verify.setdefault((B, N), deque(maxlen=self.MEMORY))
+        timings.append(verify_seconds)
+        self._seconds[B, N] = median(timings)
         if tree.max_depth > 0:
             self._draft.setdefault(B, deque(maxlen=self.MEMORY)).append(draft_seconds / tree.max_depth)
         depths, chances = [int(n) for n in facts[:B]], facts[B + 1 :]
@@ -158,28 +165,40 @@ class Planner:
             self._trials[depth] = self._trials[depth] * self.FADE + 1
             self._hits[depth] = self._hits[depth] * self.FADE + (depth < num_accepted)
 
-    def _rate_of_chain(self, depth: int, num_rows: int) -> float:
+    def _rate_of_chain(self, depth: int, num_rows: int, verify_seconds: Callable[[int], float]) -> float:
         expected, chance = 1.0, 1.0
         for d in range(depth):
             chance *= self._hits[d] / self._trials[d] if d < len(self._trials) else 0.75
             expected += chance
-        draft = median(self._draft[num_rows]) * depth if num_rows in self._draft else 0.0
+        draft = 0.0
+        if self._draft:
+            draft = median(self._draft[min(self._draft, key=lambda rows: abs(rows - num_rows))]) * depth
         num_nodes = round(median(self._sizes[depth])) if depth in self._sizes else depth + 1
-        return expected / (self._verify_seconds(num_rows, num_nodes) + draft)
+        return expected / (verify_seconds(num_nodes) + draft)
 
-    def _verify_seconds(self, num_rows: int, num_nodes: int) -> float:
-        """Seconds of a pass over `num_nodes` nodes: measured, interpolated, or guessed from the nearest size below."""
-        sizes = self._verify.get(num_rows)
-        if not sizes:
-            return 1 + self.NODE_COST * (num_nodes - 1)
-        if num_nodes in sizes:
-            return median(sizes[num_nodes])
-        below = max((size for size in sizes if size < num_nodes), default=None)
-        above = min((size for size in sizes if size > num_nodes), default=None)
-        if below is None:
-            assert above is not None
-            return median(sizes[above]) * (1 - self.NODE_COST * (above - num_nodes))
-        low = median(sizes[below])
-        if above is None:
-            return low * (1 + self.NODE_COST * (num_nodes - below))
-        return low + (median(sizes[above]) - low) * (num_nodes - below) / (above - below)
+    def _verify_seconds(self, num_rows: int) -> Callable[[int], float]:
+        """Seconds of a pass by nodes a row: measured, interpolated, or guessed from the nearest size below.
+
+        Rows come and go: where this number of them was not measured, a pass with as many nodes in all stands for it.
+        """
+        # The nearest number of rows comes last, and stays.
+        measured = sorted(self._seconds.items(), key=lambda item: -abs(item[0][0] - num_rows))
+        by_total = {rows * nodes: seconds for (rows, nodes), seconds in measured}
+        totals = sorted(by_total)
+
+        def seconds(num_nodes: int) -> float:
+            if (num_rows, num_nodes) in self._seconds:
+                return self._seconds[num_rows, num_nodes]
+            if not totals:
+                return 1 + self.NODE_COST * (num_nodes - 1)
+            total = num_rows * num_nodes
+            place = bisect_right(totals, total)
+            if place == 0:
+                return by_total[totals[0]] / (1 + self.NODE_COST * (totals[0] - total) / num_rows)
+            low = by_total[totals[place - 1]]
+            if place == len(totals):
+                return low * (1 + self.NODE_COST * (total - totals[-1]) / num_rows)
+            share = (total - totals[place - 1]) / (totals[place] - totals[place - 1])
+            return low + (by_total[totals[place]] - low) * share
+
+        return seconds

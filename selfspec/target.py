@@ -89,21 +89,29 @@ class Target:
             implementation is switched to selfspec's, which outside a `Target` call behaves like `sdpa`.
         tokenizer: the model's; None for work on token ids only.
         name: path or Hub id, for reports.
+        adapter: path or Hub id of the LoRA adapter that the model's weights hold, for reports.
 
     Raises:
         ValueError: the model's family or its attention cannot be served; the sentence names it.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, *, name: str = "") -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, *, name: str = "", adapter: str | None = None) -> None:
         check_family(model.config)
         kind = model.config.model_type
         if getattr(model, "_is_stateful", False):
             raise ValueError(f"{kind} keeps a recurrent state instead of a KV cache: selfspec serves attention models only")
         if not model._can_set_attn_implementation():
             raise ValueError(f"{kind} does not follow transformers' attention interface, so its attention cannot be served")
+        devices = sorted({str(weight.device) for weight in model.parameters()})
+        if len(devices) > 1 or devices == ["meta"]:
+            raise ValueError(
+                f"the model's weights are on {' and '.join(devices)}: selfspec keeps one KV cache on one device: "
+                'load them there whole, with device_map={"": DEVICE} or none'
+            )
         self.model = model
         self.tokenizer = tokenizer
         self.name = name or model.config.name_or_path or kind
+        self.adapter = adapter
         self.config = model.config.get_text_config()
         self.device = model.device
         self.dtype = model.dtype
@@ -130,11 +138,14 @@ class Target:
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         revision: str | None = None,
+        adapter: str | Path | None = None,
         use_packing: bool = True,
     ) -> Target:
         """Load a target from a folder or the Hub; see `selfspec.loading.load_model` for the arguments and errors."""
-        model, tokenizer = load_model(source, dtype=dtype, device=device, revision=revision, use_packing=use_packing)
-        return cls(model, tokenizer, name=str(source))
+        model, tokenizer = load_model(
+            source, dtype=dtype, device=device, revision=revision, adapter=adapter, use_packing=use_packing
+        )
+        return cls(model, tokenizer, name=str(source), adapter=None if adapter is None else str(adapter))
 
     @property
     def num_layers(self) -> int:

@@ -170,6 +170,18 @@ def test_batch_sizes_are_measured_apart(target: Target) -> None:
     assert usual(take_steps(planner, many, 40, num_holding=2, verify=lambda n: float(n), draft=0.05)) == 0
 
 
+def test_a_new_number_of_rows_begins_with_what_others_cost(target: Target) -> None:
+    """As sequences end, every smaller batch is new: none of them may try again what did not pay for the larger ones."""
+    planner = Planner()
+    take_steps(planner, batch_of(target, *[1000] * 8), 300, num_holding=2, verify=lambda n: 0.8 * n, draft=0.4)
+    for num_rows in (7, 6, 5):
+        cost = num_rows / 10
+        depths = take_steps(
+            planner, batch_of(target, *[1000] * num_rows), 8, num_holding=2, verify=lambda n, cost=cost: cost * n, draft=0.4
+        )
+        assert sum(depths) <= 2
+
+
 def test_one_slow_first_pass_does_not_decide_for_ever(target: Target) -> None:
     """A warm-up is no measurement to keep: what it made look costly is tried again, for drafts and for pruned trees."""
     planner = Planner()

@@ -82,6 +82,7 @@ class _Request(_Ignored):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = 1
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = 0
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = 1.0
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = 1.0
@@ -112,6 +113,10 @@ class _Request(_Ignored):
         has_form = self.response_format is not None and self.response_format.type != "text"
         if has_form and (self.ignore_eos or self.min_tokens):
             raise ValueError("response_format decides where an answer ends: leave out ignore_eos and min_tokens")
+        if self.max_completion_tokens is not None:
+            if self.max_tokens not in (None, self.max_completion_tokens):
+                raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
+            self.max_tokens = self.max_completion_tokens
         return self
 
     def sampling(self, default_max_tokens: int, *, use_logprobs: bool) -> SamplingParams:
@@ -171,7 +176,6 @@ class ChatRequest(_Request):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = 0
     tools: list[dict[str, Any]] | None = None
@@ -179,11 +183,7 @@ class ChatRequest(_Request):
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
-    def _merge(self) -> Self:
-        if self.max_completion_tokens is not None:
-            if self.max_tokens not in (None, self.max_completion_tokens):
-                raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
-            self.max_tokens = self.max_completion_tokens
+    def _check_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs goes with logprobs: set logprobs to true")
         return self

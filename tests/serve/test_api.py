@@ -116,6 +116,8 @@ def test_streamed_and_whole_completions_equal_generate(client: openai.OpenAI, ta
     assert [choice.text for choice in as_ids.choices] == texts
     short = client.completions.create(model="tiny", prompt="the", temperature=0, extra_body={"ignore_eos": True})
     assert short.usage.completion_tokens == 16
+    extra = {"ignore_eos": True, "max_completion_tokens": 5}
+    assert client.completions.create(model="tiny", prompt="the", extra_body=extra).usage.completion_tokens == 5
 
 
 def test_samples_of_one_prompt_are_those_of_generate(client: openai.OpenAI, target: Target) -> None:

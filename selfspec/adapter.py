@@ -1,0 +1,66 @@
+"""A LoRA adapter of the target, merged into its weights at load: what decodes afterwards is an ordinary model.
+
+The adapter is PEFT's format, and PEFT reads and merges it. A target with an adapter is a target of its own: heads trained
+without it still fit where it leaves embedding and LM head alone, and may have less accepted.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+def merge_adapter(model: PreTrainedModel, source: str | Path, *, target: str | Path) -> PreTrainedModel:
+    """Add a LoRA adapter to the weights of a model as it was loaded, in place; returns the model.
+
+    Args:
+        source: folder or Hub id of the adapter.
+        target: where the model is from, for messages.
+
+    Raises:
+        ValueError: PEFT is missing, no adapter is there, or it is of another kind or for another model.
+    """
+    try:
+        from peft import LoraConfig, PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
+    except ImportError as error:
+        raise ValueError("an adapter needs peft: pip install 'selfspec[lora]'") from error
+    try:
+        config = PeftConfig.from_pretrained(str(source))
+        weights = load_peft_weights(str(source), device="cpu")
+    except Exception as error:
+        raise ValueError(f"adapter {source} cannot be read: {_one_line(error)}") from error
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"adapter {source} is of PEFT's kind {config.peft_type}: only LoRA can be merged")
+    base = config.base_model_name_or_path or "a model that it does not name"
+    try:
+        with warnings.catch_warnings():
+            # What PEFT would only warn of is checked below.
+            warnings.simplefilter("ignore")
+            adapted = PeftModel(model, config)
+            loaded: Any = set_peft_model_state_dict(adapted, weights)
+            missing = [name for name in loaded.missing_keys if "lora_" in name]
+            if odd := [*missing, *loaded.unexpected_keys]:
+                raise ValueError(f"{odd[0]} is on one side only")
+            merged: Any = adapted.merge_and_unload()
+    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"adapter {source} was made for {base}, and does not fit {target} ({_one_line(error)}): "
+            "name the target it was made for"
+        ) from error
+    if Path(base).name.lower() != Path(target).name.lower():
+        logger.warning("adapter %s was made for %s; its weights fit %s, and are used", source, base, target)
+    return merged
+
+
+def _one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # The first line of torch's message says only that there are errors.
+    return (
+        (lines[1] if len(lines) > 1 and lines[0].endswith(":") else lines[0]).rstrip(".") if lines else type(error).__name__
+    )

@@ -1,0 +1,65 @@
+"""Models that transformers placed: whole on one device, spread over several, or each weight split over processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from selfspec import SamplingParams, Target, generate
+from selfspec.drafters import NgramDrafter
+
+PROMPTS = ["the cat sat", "one two three"]
+SAMPLING = SamplingParams(max_new_tokens=24, ignore_eos=True)
+
+
+def texts(target: Target) -> list[list[int]]:
+    # Processes that share a model must take the same steps, and the cost guard goes by what each of them measures.
+    answers = generate(target, PROMPTS, drafter=NgramDrafter(4), sampling=SAMPLING, use_cost_guard=False)
+    return [answer.token_ids for answer in answers]
+
+
+def test_a_device_map_to_one_device_is_served(tiny_target_dir: Path) -> None:
+    pytest.importorskip("accelerate", reason="device_map needs accelerate: pip install 'selfspec[train]'")
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_dir, device_map={"": "cpu"})
+    target = Target(model, AutoTokenizer.from_pretrained(tiny_target_dir))
+    assert texts(target) == texts(Target.from_pretrained(tiny_target_dir, device="cpu"))
+
+
+@pytest.mark.parametrize(("module", "devices"), [("model.layers.1", "cpu and meta"), ("", "meta")])
+def test_weights_elsewhere_are_named(tiny_target_dir: Path, module: str, devices: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_dir)
+    model.get_submodule(module).to("meta")
+    with pytest.raises(ValueError, match=f"the model's weights are on {devices}: selfspec keeps one KV cache on one device"):
+        Target(model)
+
+
+def test_a_tensor_parallel_model_is_served_by_every_process(tiny_target_dir: Path) -> None:
+    """Two processes, half of the heads in each: both emit what one alone does."""
+    expected = texts(Target.from_pretrained(tiny_target_dir, device="cpu"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(tiny_target_dir)], capture_output=True, text=True, env=environment, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{rank}: 1 of 2 KV heads, {expected}" for rank in (0, 1)]
+
+
+def main(source: str) -> None:
+    """What each of the processes does."""
+    model = AutoModelForCausalLM.from_pretrained(source, tp_plan="auto", dtype=torch.float32).eval()
+    target = Target(model, AutoTokenizer.from_pretrained(source))
+    heads = f"{target.kv_shape.num_kv_heads} of {model.config.num_key_value_heads} KV heads"
+    sys.stdout.write(f"{os.environ['RANK']}: {heads}, {texts(target)}\n")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
