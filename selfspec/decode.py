@@ -20,6 +20,7 @@ import torch
 from selfspec.accept import Acceptance, accept, accept_all_nodes
 from selfspec.cache import CacheFull, KVCache, Places
 from selfspec.drafters.base import Drafter, NoDrafter
+from selfspec.graphs import NODE_BUCKETS, bucket
 from selfspec.planner import Planner
 from selfspec.sampling import Laws
 from selfspec.sequence import Batch, Emission, Request, Sequence
@@ -348,7 +349,9 @@ class Scheduler:
             if min(sequence.max_depth for sequence in batch.sequences) < tree.max_depth:
                 tree = tree.limit_depth(batch.max_depths)
             tree = self._within_rows(planner.prune(tree))
-            self.cache.reserve(batch.rows, tree.num_nodes)
+            # A graph's trees are filled up with empty nodes, which need their slots, too.
+            num_padded = None if self.target.graphs is None else bucket(tree.num_nodes, NODE_BUCKETS)
+            self.cache.reserve(batch.rows, num_padded or tree.num_nodes)
         except CacheFull:
             tree = chain(batch.roots)
         return tree

@@ -14,6 +14,7 @@ from selfspec import SamplingParams, Target, generate
 from selfspec.drafters import Drafter, DraftModelDrafter, EagleDrafter, NgramDrafter
 from selfspec.engine import EngineClosed, EngineFull, Event, Listener, SpecEngine
 from selfspec.generation import Completion
+from selfspec.graphs import Graphs
 from selfspec.heads.eagle import EagleConfig, EagleHead
 from selfspec.hub import identity
 from selfspec.sequence import Request
@@ -74,14 +75,26 @@ def test_many_at_once_get_what_each_gets_alone(make_engine: MakeEngine, expected
     assert_as_expected(answers(engine.stream(requests())), expected)
 
 
+@pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("cache_tokens", [128, 256, 400])
 def test_those_that_give_way_lose_no_token(
-    make_engine: MakeEngine, expected: list[Completion], target: Target, cache_tokens: int
+    make_engine: MakeEngine,
+    expected: list[Completion],
+    target: Target,
+    cache_tokens: int,
+    has_graphs: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Blocks run out all the time: the youngest is recomputed, sampled ones and penalties included."""
-    draft_model = DraftModelDrafter(target.truncated(1), target.vocab_size, num_draft_tokens=3, name="draft")
+    """Blocks run out all the time: the youngest is recomputed, sampled ones and penalties included.
+
+    CUDA graphs, rehearsed here, fill trees up with nodes that want slots, too.
+    """
+    if has_graphs:
+        monkeypatch.setattr(target, "graphs", Graphs(target.device, is_rehearsal=True))
+    draft_model = DraftModelDrafter(target.truncated(1), target.vocab_size, num_draft_tokens=4, name="draft")
     engine = make_engine(draft_model, max_batch=8, cache_tokens=cache_tokens)
     assert_as_expected(answers(engine.stream(requests())), expected)
+    assert not engine.problems
     assert engine._scheduler.num_preemptions > 0
     assert not draft_model._rows and draft_model._cache.num_used_blocks == 0
 
