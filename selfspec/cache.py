@@ -330,7 +330,11 @@ class KVCache:
         kv_compaction(self.keys[:num_layers], self.values[:num_layers], source, target)
 
     def compact(self, places: Places, tree: CandidateTree, acceptance: Acceptance) -> None:
-        """Move the accepted path's KV to the prefix's end. `advance` then counts it in."""
+        """Move the accepted path's KV to the prefix's end. `advance` then counts it in.
+
+        A row that repeats the one before it, as a filled-up batch has them, moves nothing: two programs at once on one
+        path would read what the other has written.
+        """
         if tree.is_chain:
             # A chain's path lies in its storage order already.
             return
@@ -341,7 +345,9 @@ class KVCache:
         target = self._slots(tables, lengths[:, None] + steps.minimum(acceptance.num_accepted[:, None]))
         source_nodes = torch.where(path >= 0, path, path.gather(1, acceptance.num_accepted[:, None]))
         source = self._slots(tables, lengths[:, None] + source_nodes)
-        kv_compaction(self.keys, self.values, source, target)
+        # No two rows have a scratch slot in common.
+        is_repeated = torch.cat([target.new_zeros(1, dtype=torch.bool), target[1:, 0] == target[:-1, 0]])
+        kv_compaction(self.keys, self.values, torch.where(is_repeated[:, None], target, source), target)
 
     def advance(self, row: CacheRow, num_tokens: int) -> None:
         """Count `num_tokens` stored tokens as committed."""

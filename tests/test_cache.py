@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import COSTLY_PROPERTY, PROPERTY, path_to, trees
 
+from selfspec import cache as cache_file
 from selfspec.accept import Acceptance
 from selfspec.cache import CacheRow, KVCache, KVShape
 from selfspec.config import SamplingParams
 from selfspec.decode import decode
 from selfspec.drafters.base import Drafter
 from selfspec.generation import generate
+from selfspec.kernels.reference import slots_of
 from selfspec.planner import Planner
 from selfspec.sequence import Batch, Request
 from selfspec.target import Target
@@ -234,6 +236,33 @@ def test_next_logits_after_any_acceptance_equal_a_fresh_forward(target: Target, 
             stored = getattr(cache, name)[:, slots(cache, row, row.length)]
             expected = getattr(fresh_cache, name)[:, slots(fresh_cache, fresh, row.length)]
             torch.testing.assert_close(stored, expected, **TOLERANCE)
+
+
+@torch.inference_mode()
+def test_repeated_rows_are_compacted_once(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """[K2] a batch filled up with its last row: whoever moves the path again would move what has been moved already."""
+
+    def one_row_after_the_other(keys: torch.Tensor, values: torch.Tensor, source: torch.Tensor, to: torch.Tensor) -> None:
+        for b in range(len(source)):
+            for pool in (keys, values):
+                pool[:, to[b]] = pool[:, source[b]].clone()
+
+    monkeypatch.setattr(cache_file, "kv_compaction", one_row_after_the_other)
+    cache = target.new_cache()
+    rows = [cache.open_row(), cache.open_row()]
+    for row in rows:
+        target.prefill(torch.arange(3, 10), row, cache)
+    cache.reserve(rows, 5)
+    tree = from_parents(torch.tensor([[4, 5, 6, 7, 8]] * 4), torch.tensor([[-1, 0, 0, 2, 3]] * 4))
+    nodes = torch.arange(5).expand(2, 5)
+    lengths = torch.tensor([[7], [7]])
+    tables = cache.locate(rows).block_tables
+    at = slots_of(tables, lengths + nodes, cache.block_size)
+    cache.keys[:, at.flatten()] = torch.arange(10.0).view(1, 10, 1, 1).expand_as(cache.keys[:, :10])
+    acceptance = acceptance_of(tree, [4] * 4, [9] * 4)
+    cache.compact(cache.locate([rows[0], rows[1], rows[1], rows[1]]), tree, acceptance)
+    moved = cache.keys[0, at[:, :4].flatten(), 0, 0].view(2, 4).tolist()
+    assert moved == [[0.0, 2.0, 3.0, 4.0], [5.0, 7.0, 8.0, 9.0]]
 
 
 def test_a_row_rebuilt_from_scattered_blocks_decodes_like_a_consecutive_one(target: Target) -> None:
