@@ -345,9 +345,10 @@ class KVCache:
         target = self._slots(tables, lengths[:, None] + steps.minimum(acceptance.num_accepted[:, None]))
         source_nodes = torch.where(path >= 0, path, path.gather(1, acceptance.num_accepted[:, None]))
         source = self._slots(tables, lengths[:, None] + source_nodes)
-        # No two rows have a scratch slot in common.
-        is_repeated = torch.cat([target.new_zeros(1, dtype=torch.bool), target[1:, 0] == target[:-1, 0]])
-        kv_compaction(self.keys, self.values, torch.where(is_repeated[:, None], target, source), target)
+        # No two rows have a scratch slot in common. The root's stays where it is.
+        is_repeated = torch.cat([target.new_zeros(1, dtype=torch.bool), target[1:, 0] == target[:-1, 0]])[:, None]
+        source, target = (torch.where(is_repeated, target[:, :1], each) for each in (source, target))
+        kv_compaction(self.keys, self.values, source, target)
 
     def advance(self, row: CacheRow, num_tokens: int) -> None:
         """Count `num_tokens` stored tokens as committed."""

@@ -41,6 +41,7 @@ def test_weights_elsewhere_are_named(tiny_target_dir: Path, module: str, devices
 
 def test_a_tensor_parallel_model_is_served_by_every_process(tiny_target_dir: Path) -> None:
     """Two processes, half of the heads in each: both emit what one alone does."""
+    pytest.importorskip("accelerate", reason="tp_plan needs accelerate: pip install 'selfspec[train]'")
     expected = texts(Target.from_pretrained(tiny_target_dir, device="cpu"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
     paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
