@@ -44,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "norm before residual": {"norm_before_residual": True},
     "query and key norms": {"has_qk_norm": True},
     "biases": {"has_qkv_bias": True},
+    "the target's LM head": {"has_lm_head": False},
     "all tokens": {"draft_vocab_size": 61},
     "two features": {"feature_layers": (1, 6)},
     "llama3 rope": {"rope_scaling": LLAMA3, "rope_theta": 5e5},
@@ -89,7 +90,7 @@ def our_logits(head: EagleHead, target: Target, ids: torch.Tensor, states: list[
     hidden, logits = head.fuse(states), []
     for step in range(NUM_STEPS):
         normed, hidden = head(hidden, embed(ids.roll(-1 - step, 1)), positions + step, attend)
-        logits.append(head.lm_head(normed))
+        logits.append(head.output_layer(target.model.get_output_embeddings())(normed))
     return logits
 
 
