@@ -31,6 +31,12 @@ class LiveServer:
     def engine(self) -> SpecEngine:
         return self.service.engine
 
+    def wait_until_busy(self) -> None:
+        deadline = time.monotonic() + 10
+        while not self.engine.num_running:
+            assert time.monotonic() < deadline, "nothing runs"
+            time.sleep(0.01)
+
     def wait_until_idle(self) -> None:
         deadline = time.monotonic() + 10
         while self.engine.num_used_blocks or self.engine.num_running or self.engine.num_waiting:
