@@ -40,6 +40,11 @@ def column_bucket(num_columns: int) -> int:
     return max(MIN_COLUMNS, 1 << (num_columns - 1).bit_length())
 
 
+def fill_rows(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """[num_rows, ...] from fewer rows: the last one is repeated."""
+    return torch.cat([rows, rows[-1:].expand(num_rows - len(rows), *rows.shape[1:])]) if num_rows > len(rows) else rows
+
+
 @dataclass
 class _Entry:
     """A captured function: where its arguments go, and where its results are."""

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from selfspec.attention import ATTENTION_NAME, TreePass
 from selfspec.cache import CacheRow, KVCache, KVShape, Places
 from selfspec.fused_pass import fuse_layers
-from selfspec.graphs import DEPTH_BUCKETS, NODE_BUCKETS, ROW_BUCKETS, Graphs, bucket, column_bucket
+from selfspec.graphs import DEPTH_BUCKETS, NODE_BUCKETS, ROW_BUCKETS, Graphs, bucket, column_bucket, fill_rows
 from selfspec.heads.stack import Resume, decoder_layers, with_layers
 from selfspec.kernels.linear import MAX_ROWS
 from selfspec.loading import check_family, load_model
@@ -248,10 +248,7 @@ class Target:
         cache.reserve(rows[: len(tree.tokens)], shape.num_nodes)
         numbers = cache.pack(rows, column_bucket(max(len(row.blocks) for row in rows)))
 
-        num_missing = shape.num_rows - len(tree.tokens)
-        extra = [
-            torch.cat([each, each[-1:].expand(num_missing, *each.shape[1:])]) if num_missing else each for each in extra
-        ]
+        extra = [fill_rows(each, shape.num_rows) for each in extra]
 
         def body(numbers: torch.Tensor, nodes: torch.Tensor, *extra: torch.Tensor) -> tuple[torch.Tensor, ...]:
             tokens, parents, depths = nodes

@@ -18,8 +18,8 @@ from torch import nn
 
 from selfspec.cache import CacheRow, KVCache, KVShape, Places
 from selfspec.drafters.base import Drafter
-from selfspec.drafters.growth import grow, spread
-from selfspec.graphs import NODE_BUCKETS, ROW_BUCKETS, bucket, column_bucket
+from selfspec.drafters.growth import grow, spread, tree_by_graph
+from selfspec.graphs import NODE_BUCKETS, ROW_BUCKETS, bucket, column_bucket, fill_rows
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.kernels.tree_attention import tree_attention
 from selfspec.loading import lay_out
@@ -150,23 +150,17 @@ class EagleDrafter(Drafter):
         rows = [self._rows[sequence].cache_row for sequence in sequences]
         self._cache.reserve(rows, num_entries + self.width * depth)
         # Rows that are filled up with do what the last one does.
-        num_more = num_rows - len(rows)
-        filled = rows + [rows[-1]] * num_more
-        ids, waiting = self._waiting_ids(sequences, counts, num_entries), self._waiting(sequences, num_entries)
-        if num_more:
-            ids, waiting = (torch.cat([each, each[-1:].expand(num_more, *each.shape[1:])]) for each in (ids, waiting))
-
-        def run(numbers: torch.Tensor, ids: torch.Tensor, waiting: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            places = Places.unpack(numbers)
-            tree = self._draft(places, places.advanced((ids[:, 1:] >= 0).sum(1)), ids, waiting, depth)
-            assert tree.scores is not None
-            return torch.stack([tree.tokens, tree.parents, tree.depths]), tree.scores
-
+        filled = rows + [rows[-1]] * (num_rows - len(rows))
+        ids = fill_rows(self._waiting_ids(sequences, counts, num_entries), num_rows)
+        waiting = fill_rows(self._waiting(sequences, num_entries), num_rows)
         numbers = self._cache.pack(filled, column_bucket(max(len(row.blocks) for row in rows)))
+
+        def draft(numbers: torch.Tensor, ids: torch.Tensor, waiting: torch.Tensor) -> CandidateTree:
+            places = Places.unpack(numbers)
+            return self._draft(places, places.advanced((ids[:, 1:] >= 0).sum(1)), ids, waiting, depth)
+
         key = ("eagle", self._cache.serial, depth, self.width, self.num_nodes)
-        nodes, scores = graphs(key, run, (numbers, ids, waiting))
-        tokens, parents, depths = nodes[:, : len(rows)]
-        return CandidateTree(tokens, parents, depths, max_depth=min(depth, tokens.shape[1] - 1), scores=scores[: len(rows)])
+        return tree_by_graph(graphs, key, draft, (numbers, ids, waiting), num_rows=len(rows), depth=depth)
 
     def _waiting_ids(self, sequences: list[Sequence], counts: list[int], num_entries: int) -> torch.Tensor:
         """Host tensor [A, 1 + num_entries]: the root, then the tokens whose embeddings the entries need, -1 past them."""

@@ -6,10 +6,11 @@ a verified tree they may have no root among them: the first layer then hangs on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
+from selfspec.graphs import Graphs
 from selfspec.tree import CandidateTree, TreeGrower
 
 # (all nodes so far, how many of them are new, each new node's parent [B, W] within the layer before) -> logits [B, W, V].
@@ -73,6 +74,27 @@ def append(
         max_depth=depth,
         scores=None if nodes.scores is None or scores is None else torch.cat([nodes.scores, scores], dim=1),
     )
+
+
+def tree_by_graph(
+    graphs: Graphs,
+    key: Hashable,
+    draft: Callable[..., CandidateTree],
+    inputs: Sequence[torch.Tensor],
+    *,
+    num_rows: int,
+    depth: int,
+) -> CandidateTree:
+    """`draft(*inputs)`, a scored tree of at most `depth`, as a CUDA graph; its first `num_rows` rows."""
+
+    def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tree = draft(*inputs)
+        assert tree.scores is not None
+        return torch.stack([tree.tokens, tree.parents, tree.depths]), tree.scores
+
+    nodes, scores = graphs(key, run, inputs)
+    tokens, parents, depths = nodes[:, :num_rows]
+    return CandidateTree(tokens, parents, depths, max_depth=min(depth, tokens.shape[1] - 1), scores=scores[:num_rows])
 
 
 def spread(tree: CandidateTree, roots: torch.Tensor, index: torch.Tensor) -> CandidateTree:

@@ -7,13 +7,16 @@ tree is the best-first product of their most likely tokens.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from selfspec.drafters.base import Drafter
-from selfspec.graphs import ROW_BUCKETS, bucket
+from selfspec.drafters.growth import tree_by_graph
+from selfspec.graphs import ROW_BUCKETS, bucket, fill_rows
 from selfspec.heads.medusa import MedusaHead
 from selfspec.loading import lay_out
 from selfspec.target import FINAL, Target
@@ -22,6 +25,9 @@ from selfspec.tree import CandidateTree, TreeGrower, chain
 if TYPE_CHECKING:
     from selfspec.accept import Acceptance
     from selfspec.sequence import Batch, Sequence
+
+
+_SERIALS = itertools.count()
 
 
 class MedusaDrafter(Drafter):
@@ -46,6 +52,8 @@ class MedusaDrafter(Drafter):
         name: str = "medusa",
     ) -> None:
         self.name = name
+        # Names this drafter's weights to the graphs, for good: an id may come again once a head is unloaded.
+        self._serial = next(_SERIALS)
         self._target = target
         self.head = head.to(target.device, target.dtype)
         self.lm_head = target.model.get_output_embeddings()
@@ -86,17 +94,9 @@ class MedusaDrafter(Drafter):
         if graphs is None or num_rows is None:
             return None
 
-        def run(hidden: torch.Tensor, roots: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            tree = self._draft(hidden, roots, depth)
-            assert tree.scores is not None
-            return torch.stack([tree.tokens, tree.parents, tree.depths]), tree.scores
-
-        B = len(roots)
-        if num_rows > B:
-            hidden, roots = (torch.cat([each, each[-1:].expand(num_rows - B, *each.shape[1:])]) for each in (hidden, roots))
-        nodes, scores = graphs(("medusa", id(self), depth), run, (hidden, roots))
-        tokens, parents, depths = nodes[:, :B]
-        return CandidateTree(tokens, parents, depths, max_depth=min(depth, tokens.shape[1] - 1), scores=scores[:B])
+        inputs = [fill_rows(each, num_rows) for each in (hidden, roots)]
+        key = ("medusa", self._serial, depth)
+        return tree_by_graph(graphs, key, partial(self._draft, depth=depth), inputs, num_rows=len(roots), depth=depth)
 
     def _draft(self, hidden: torch.Tensor, roots: torch.Tensor, depth: int) -> CandidateTree:
         """The tree from the features [B, E] and the roots [B]: device work alone."""
