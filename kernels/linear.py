@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""A linear layer for the few rows of a decoding pass, whose result for a row does not depend on the other rows' number.
+"""Linear layers for the few rows of a decoding pass, whose result for a row does not depend on the other rows' number.
 
     out[r, o] = sum_i x[r, i] * weight[o, i] + bias[o] (+ residual[r, o], to what was rounded before)
 
@@ -9,38 +9,85 @@ so that the stripe comes from memory once and from L2 afterwards.
 
 The weight's rows are the left operand of the matrix instruction and x the right one: which instruction a layer runs follows
 from BLOCK_OUT, which follows from the weight's shape alone. With x on the left, 64 rows would run another one than 16.
+
+**An RMSNorm between two layers** needs no launch of its own. The layer before it (`linear_before_norm`) writes its output h,
+and with it what the norm's weight makes of h and, for each row and program, the sum of its squares; the layer after it
+(`normed_linear`) reads the weighted rows and scales its own sums, since the norm's divisor is one number a row:
+
+    sum_i (h_i * w_i / rms) * weight[o, i]  =  (sum_i (h_i * w_i) * weight[o, i]) / rms
+
+**A gated MLP's first layer** (`normed_gated_linear`), gate and up in one weight [2F, IN], has half of a program's outputs from
+each, and writes `silu(gate) * up`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from selfspec.kernels.gated_activation import gated_silu
 from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
+from selfspec.kernels.rms_norm import Norm, rms_norm
 
 # More rows than this are a prefill's: F.linear is faster there.
 MAX_ROWS = 256
 # One step of the sum, for every weight: the order of additions is part of the result.
 BLOCK_IN, FLOAT32_BLOCK_IN = 128, 32
-ROW_TILES = (16, 32, 64)
+ROW_TILES = (16, 32, 64, 128)
 MAX_STAGES = 8
 
 
 class Tile(NamedTuple):
-    """What a program is for weights of at least `min_outputs` rows; `shared_kib` bounds its stages in flight."""
+    """What a program is for weights of at least `min_outputs` rows; `shared_kib` bounds its stages in flight.
+
+    With few rows to multiply one program keeps a multiprocessor's whole shared memory in flight. With more than
+    FEW_ROWS, x's share of a stage grows, and where programs abound `many_rows_kib` lets two of them alternate.
+    """
 
     min_outputs: int
     block_out: int
     num_warps: int
     shared_kib: int
+    many_rows_kib: int
 
 
-# Small stripes where a weight has few rows, so that every multiprocessor gets one; two or more programs on each elsewhere.
-TILES = (Tile(12288, 64, 4, 100), Tile(4224, 32, 4, 100), Tile(2048, 32, 4, 200), Tile(0, 16, 2, 100))
-FLOAT32_TILE = Tile(0, 32, 4, 0)
+# Stripes of 64 are `wgmma`'s. Narrower ones where a weight has so few rows that most multiprocessors would get none.
+TILES = (Tile(12288, 64, 4, 200, 100), Tile(2048, 64, 4, 200, 200), Tile(0, 16, 2, 100, 100))
+FLOAT32_TILE = Tile(0, 32, 4, 0, 0)
+FEW_ROWS = 16
+
+
+@dataclass(frozen=True)
+class NormedRows:
+    """Rows and the norm that the next layer reads them through, begun where a kernel finishes it.
+
+    Attributes:
+        hidden: [..., E], before the norm.
+        weighted: [..., E], `hidden * (offset + weight) / divisor`.
+        squares: [R, P] float32, the rows' sums of squares by the programs that wrote them.
+    """
+
+    hidden: torch.Tensor
+    norm: Norm
+    weighted: torch.Tensor | None = None
+    squares: torch.Tensor | None = None
+
+    def finish(self) -> torch.Tensor:
+        """[..., E], by the norm's own kernel."""
+        return rms_norm(self.hidden, self.norm.weight, self.norm.eps, **self.norm.rule)
+
+
+@jit()
+def _sum_pairs(x, R: tl.constexpr):
+    """[R] from x [R, N], N a power of two: neighbours first, so that the order does not follow from a tensor's layout."""
+    for _ in tl.static_range(16):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, (R, x.shape[1] // 2, 2)), 2)
+    return tl.reshape(x, (R,))
 
 
 @jit(do_not_specialize=("R",))
@@ -49,21 +96,43 @@ def _linear_kernel(
     weight_ptr,
     bias_ptr,
     residual_ptr,
+    squares_ptr,
+    norm_weight_ptr,
     out_ptr,
+    next_weighted_ptr,
+    next_squares_ptr,
     R,
     IN,
     OUT,
+    eps,
+    scale,
+    norm_offset,
+    norm_factor,
+    P: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     HAS_TAIL: tl.constexpr,
+    IS_GATED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):
     num_row_tiles = tl.cdiv(R, BLOCK_R)
+    tile_out = tl.program_id(0) // num_row_tiles
     offs_r = tl.program_id(0) % num_row_tiles * BLOCK_R + tl.arange(0, BLOCK_R)
-    offs_out = tl.program_id(0) // num_row_tiles * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     offs_in = tl.arange(0, BLOCK_IN)
+    lane = tl.arange(0, BLOCK_OUT)
+    if IS_GATED:
+        # Half of the outputs are gates, and the other half theirs from `up`.
+        HALF: tl.constexpr = BLOCK_OUT // 2
+        mask_out = tile_out * HALF + lane % HALF < OUT // 2
+        offs_out = tile_out * HALF + lane % HALF + lane // HALF * (OUT // 2)
+    else:
+        offs_out = tile_out * BLOCK_OUT + lane
+        mask_out = offs_out < OUT
     mask_r = offs_r < R
-    mask_out = offs_out < OUT
+    if squares_ptr is not None:
+        offs_p = tl.arange(0, BLOCK_P)
+        squares = tl.load(squares_ptr + offs_r[:, None] * P + offs_p, mask=mask_r[:, None] & (offs_p < P), other=0.0)
     x_rows = x_ptr + offs_r.to(tl.int64)[:, None] * IN + offs_in
     weight_rows = weight_ptr + offs_out.to(tl.int64)[:, None] * IN + offs_in
 
@@ -78,15 +147,35 @@ def _linear_kernel(
         weight = tl.load(weight_rows + first, mask=mask_weight, other=0.0, eviction_policy="evict_first")
         x = tl.load(x_rows + first, mask=mask_x, other=0.0, eviction_policy="evict_last")
         acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    if squares_ptr is not None:
+        acc *= (scale * tl.rsqrt(_sum_pairs(squares, BLOCK_R) / IN + eps))[None, :]
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + offs_out, mask=mask_out, other=0.0).to(tl.float32)[:, None]
-    offs = offs_r.to(tl.int64)[None, :] * OUT + offs_out[:, None]
-    mask = mask_out[:, None] & mask_r[None, :]
-    if residual_ptr is not None:
-        acc = acc.to(out_ptr.dtype.element_ty).to(tl.float32) + tl.load(residual_ptr + offs, mask=mask, other=0.0).to(
-            tl.float32
-        )
-    tl.store(out_ptr + offs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    out = acc.to(out_ptr.dtype.element_ty)
+    if IS_GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(out, (2, HALF, BLOCK_R)), (1, 2, 0)))
+        gate = gate.to(tl.float32)
+        activated = (gate / (1.0 + tl.exp(-gate))).to(out.dtype).to(tl.float32)
+        offs_gate = tile_out * HALF + tl.arange(0, HALF)
+        mask = (offs_gate < OUT // 2)[:, None] & mask_r[None, :]
+        offs = offs_r.to(tl.int64)[None, :] * (OUT // 2) + offs_gate[:, None]
+        tl.store(out_ptr + offs, (activated * up.to(tl.float32)).to(out.dtype), mask=mask)
+    else:
+        offs = offs_r.to(tl.int64)[None, :] * OUT + offs_out[:, None]
+        mask = mask_out[:, None] & mask_r[None, :]
+        if residual_ptr is not None:
+            residual = tl.load(residual_ptr + offs, mask=mask, other=0.0)
+            out = (out.to(tl.float32) + residual.to(tl.float32)).to(out.dtype)
+        tl.store(out_ptr + offs, out, mask=mask)
+        if norm_weight_ptr is not None:
+            hidden = out.to(tl.float32)
+            norm_weight = norm_offset + tl.load(norm_weight_ptr + offs_out, mask=mask_out, other=0.0).to(tl.float32)
+            weighted = hidden * (norm_weight * norm_factor)[:, None]
+            tl.store(next_weighted_ptr + offs, weighted.to(out.dtype), mask=mask)
+            # Outputs past the last are zeros.
+            next_squares = _sum_pairs(tl.trans(hidden * hidden), BLOCK_R)
+            num_tiles = tl.cdiv(OUT, BLOCK_OUT)
+            tl.store(next_squares_ptr + offs_r * num_tiles + tile_out, next_squares, mask=mask_r)
 
 
 def linear(
@@ -97,47 +186,138 @@ def linear(
     Args:
         residual: [..., OUT], added to the result.
     """
-    if is_compiled_for(x) and 0 < x.numel() <= MAX_ROWS * x.shape[-1]:
+    if _is_compiled_for(x):
         return launch_linear(x, weight, bias, residual)
     out = F.linear(x, weight, bias)
     return out if residual is None else residual + out
 
 
+def begin_norm(hidden: torch.Tensor, norm: Norm) -> NormedRows:
+    """Rows [..., E] that no layer has begun to norm: the same as where one has."""
+    if not _is_compiled_for(hidden):
+        return NormedRows(hidden, norm)
+    # A layer of no inputs, whose residual they are.
+    return launch_linear_before_norm(hidden[..., :0], norm.weight.new_empty(len(norm.weight), 0), None, hidden, norm)
+
+
+def linear_before_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, norm: Norm
+) -> NormedRows:
+    """`linear`, and what `norm`'s next reader needs of it."""
+    if _is_compiled_for(x):
+        return launch_linear_before_norm(x, weight, bias, residual, norm)
+    return NormedRows(linear(x, weight, bias, residual), norm)
+
+
+def normed_linear(x: NormedRows, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """[..., OUT]: `linear` of normed rows."""
+    if x.weighted is None:
+        return linear(x.finish(), weight, bias)
+    return launch_linear(x, weight, bias)
+
+
+def normed_gated_linear(x: NormedRows, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """[..., F] from weight [2F, E], gate first: `silu(gate) * up` of normed rows."""
+    if x.weighted is None:
+        return gated_silu(linear(x.finish(), weight, bias))
+    return launch_linear(x, weight, bias, is_gated=True)
+
+
+def _is_compiled_for(x: torch.Tensor) -> bool:
+    return is_compiled_for(x) and 0 < x.shape[:-1].numel() <= MAX_ROWS
+
+
 def launch_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+    x: torch.Tensor | NormedRows,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    is_gated: bool = False,
 ) -> torch.Tensor:
-    """`linear` by the kernel."""
+    """`linear`, `normed_linear` and `normed_gated_linear` by the kernel."""
+    return _launch(x, weight, bias, residual, None, is_gated)[0]
+
+
+def launch_linear_before_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, norm: Norm
+) -> NormedRows:
+    """`linear_before_norm` by the kernel."""
+    hidden, weighted, squares = _launch(x, weight, bias, residual, norm, False)
+    return NormedRows(hidden, norm, weighted, squares)
+
+
+def _launch(
+    x: torch.Tensor | NormedRows,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm: Norm | None,
+    is_gated: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The output, and with a norm to come the weighted rows and their squares."""
+    before = x if isinstance(x, NormedRows) else None
+    rows = x.weighted if isinstance(x, NormedRows) else x
+    assert rows is not None
     OUT, IN = weight.shape
-    assert x.shape[-1] == IN and x.dtype == weight.dtype and weight.is_contiguous(), (x.shape, x.dtype, weight.shape)
+    leading, R = rows.shape[:-1], rows.shape[:-1].numel()
+    assert rows.shape[-1] == IN and rows.dtype == weight.dtype and weight.is_contiguous(), (rows.shape, rows.dtype)
     assert bias is None or (bias.shape == (OUT,) and bias.is_contiguous()), bias
-    assert residual is None or (residual.shape == (*x.shape[:-1], OUT) and residual.is_contiguous()), residual
-    rows = x.reshape(-1, IN).contiguous()
-    R = len(rows)
-    out = x.new_empty(*x.shape[:-1], OUT)
-    tile, block_in = next(tile for tile in TILES if tile.min_outputs <= OUT), BLOCK_IN
-    block_r = next((size for size in ROW_TILES if size >= R), ROW_TILES[-1])
-    shared = min(tile.shared_kib * 1024, _shared_memory(x.device))
-    num_stages = min(MAX_STAGES, shared // ((tile.block_out + block_r) * block_in * x.element_size()))
-    if x.dtype == torch.float32:
-        # No matrix instruction multiplies float32 exactly: a thread holds its operands in registers.
-        tile, block_in, block_r, num_stages = FLOAT32_TILE, FLOAT32_BLOCK_IN, ROW_TILES[0], 2
-    _linear_kernel[(triton.cdiv(OUT, tile.block_out) * triton.cdiv(R, block_r),)](
-        rows,
+    assert residual is None or (residual.shape == (*leading, OUT) and residual.is_contiguous()), residual
+    assert norm is None or (norm.weight.shape == (OUT,) and norm.weight.is_contiguous() and not is_gated), norm
+    assert not is_gated or OUT % 2 == 0
+    tile, block_in, block_r, num_stages = _tile(rows, OUT, R)
+    outputs_of_tile = tile.block_out // 2 if is_gated else tile.block_out
+    num_outputs = OUT // 2 if is_gated else OUT
+    num_tiles = triton.cdiv(num_outputs, outputs_of_tile)
+    out = rows.new_empty(*leading, num_outputs)
+    weighted = squares = None
+    if norm is not None:
+        weighted, squares = torch.empty_like(out), rows.new_empty(R, num_tiles, dtype=torch.float32)
+    num_parts = 1
+    if before is not None and before.squares is not None:
+        num_parts = before.squares.shape[1]
+        assert before.squares.shape == (R, num_parts) and before.squares.is_contiguous(), before.squares.shape
+    _linear_kernel[(num_tiles * triton.cdiv(R, block_r),)](
+        rows.contiguous(),
         weight,
         bias,
         residual,
+        None if before is None else before.squares,
+        None if norm is None else norm.weight,
         out,
+        weighted,
+        squares,
         R,
         IN,
         OUT,
+        0.0 if before is None else before.norm.eps,
+        1.0 if before is None else before.norm.divisor,
+        0.0 if norm is None else norm.offset,
+        1.0 if norm is None else 1.0 / norm.divisor,
+        P=num_parts,
+        BLOCK_P=triton.next_power_of_2(num_parts),
         HAS_TAIL=IN % block_in != 0,
+        IS_GATED=is_gated,
         BLOCK_R=block_r,
         BLOCK_OUT=tile.block_out,
         BLOCK_IN=block_in,
         num_warps=tile.num_warps,
         num_stages=num_stages,
     )
-    return out
+    return out, weighted, squares
+
+
+def _tile(x: torch.Tensor, num_outputs: int, num_rows: int) -> tuple[Tile, int, int, int]:
+    """The program for a weight and a number of rows, BLOCK_IN, BLOCK_R, and its stages."""
+    if x.dtype == torch.float32:
+        # No matrix instruction multiplies float32 exactly: a thread holds its operands in registers.
+        return FLOAT32_TILE, FLOAT32_BLOCK_IN, ROW_TILES[0], 2
+    tile = next(tile for tile in TILES if tile.min_outputs <= num_outputs)
+    block_r = next((size for size in ROW_TILES if size >= num_rows), ROW_TILES[-1])
+    kib = tile.shared_kib if num_rows <= FEW_ROWS else tile.many_rows_kib
+    stage = (tile.block_out + block_r) * BLOCK_IN * x.element_size()
+    return tile, BLOCK_IN, block_r, max(2, min(MAX_STAGES, min(kib * 1024, _shared_memory(x.device)) // stage))
 
 
 @cache

@@ -10,10 +10,15 @@ the candidate tree lies at `T + j` (its *storage* index) while its position in t
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 
 from selfspec.kernels.noise import Stream, gumbel
+
+if TYPE_CHECKING:
+    from selfspec.kernels.rms_norm import Norm
 
 
 def slots_of(block_tables: torch.Tensor, index: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -229,6 +234,7 @@ def rotary_store_reference(
     slots: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
+    head_norms: tuple[Norm, Norm] | None = None,
 ) -> torch.Tensor:
     """Rotate queries and keys; store keys and values.
 
@@ -237,6 +243,7 @@ def rotary_store_reference(
         cos, sin: [B or 1, N, D].
         slots: [B * N] int64.
         key_cache, value_cache: [num_slots, G, D], written in place.
+        head_norms: of queries and of keys, head by head, before they are rotated; alike but for their weights [D].
 
     Returns:
         [B, N, H, D].
@@ -244,6 +251,10 @@ def rotary_store_reference(
     G, D = key_cache.shape[1:]
     heads = qkv.unflatten(2, (-1, D))
     turning, values = heads[:, :, :-G], heads[:, :, -G:]
+    if head_norms is not None:
+        parts = turning.split([turning.shape[2] - G, G], dim=2)
+        normed = [rms_norm_reference(x, n.weight, n.eps, **n.rule) for x, n in zip(parts, head_norms, strict=True)]
+        turning = torch.cat(normed, dim=2)
     first, second = turning.chunk(2, dim=-1)
     turned = turning * cos[:, :, None] + torch.cat([-second, first], dim=-1) * sin[:, :, None]
     key_cache.index_copy_(0, slots, turned[:, :, -G:].flatten(0, 1))

@@ -11,6 +11,7 @@ two dimensions, so that the slices of a merged layer's output need no copy.
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +20,32 @@ from selfspec.kernels.reference import rms_norm_reference
 
 # The longest row that a program's registers hold.
 MAX_WIDTH = 32768
+
+
+class Norm(NamedTuple):
+    """An RMSNorm as other kernels take it along: `x / sqrt(mean(x²) + eps) * (offset + weight)`, weight [E].
+
+    `divisor` divides the weight while rows wait for the rest of the formula, so that none overflows: a power of two, and so
+    without rounding, of at least the greatest magnitude of `offset + weight`.
+    """
+
+    weight: torch.Tensor
+    eps: float
+    offset: float
+    is_rounded_first: bool
+    divisor: float
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, eps: float, *, offset: float = 0.0, is_rounded_first: bool = False) -> Norm:
+        """Reads the weight on the host."""
+        greatest = float((offset + weight.float()).abs().max())
+        exponent = math.ceil(math.log2(greatest)) if 0 < greatest < math.inf else 0
+        return cls(weight, eps, offset, is_rounded_first, 2.0**exponent)
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """What `rms_norm` takes beside the weight and eps."""
+        return {"offset": self.offset, "is_rounded_first": self.is_rounded_first}
 
 
 @jit(do_not_specialize=("num_inner", "stride_outer", "stride_inner"))

@@ -4,7 +4,8 @@
     out = x * cos + rotated(x) * sin,    rotated([a, b]) = [-b, a]
 
 with the halves of a head as pairs, each product and the sum rounded to x's type, as modeling files have it. Rotated keys and
-the values go to their slots of the KV pool, queries to a tensor of their own.
+the values go to their slots of the KV pool, queries to a tensor of their own. Where queries and keys are normed head by head,
+as in Qwen3, that comes first, in the same launch.
 """
 
 from __future__ import annotations
@@ -13,9 +14,15 @@ import torch
 
 from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
 from selfspec.kernels.reference import rotary_store_reference
+from selfspec.kernels.rms_norm import Norm
 
 # Heads a program.
 BLOCK_HEADS = 8
+
+
+@jit()
+def _load(ptrs, mask):
+    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
 
 
 @jit(do_not_specialize=("stride_row", "stride_cos_b", "num_nodes"))
@@ -27,9 +34,14 @@ def _rotary_store_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
+    query_norm_ptr,
+    key_norm_ptr,
     num_nodes,
     stride_row,
     stride_cos_b,
+    eps,
+    offset,
+    IS_ROUNDED_FIRST: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -47,9 +59,19 @@ def _rotary_store_kernel(
     dtype = first.dtype
     # cos and sin repeat themselves in the second half.
     angle = row // num_nodes * stride_cos_b + row % num_nodes * D + offs_d
-    cos = tl.load(cos_ptr + angle, mask=offs_d < HALF, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + angle, mask=offs_d < HALF, other=0.0).to(tl.float32)
+    cos, sin = _load(cos_ptr + angle, offs_d < HALF), _load(sin_ptr + angle, offs_d < HALF)
     a, b = first.to(tl.float32), second.to(tl.float32)
+    if query_norm_ptr is not None:
+        divisor = tl.rsqrt(tl.sum(a * a + b * b, 1) / D + eps)[:, None]
+        a, b = a * divisor, b * divisor
+        if IS_ROUNDED_FIRST:
+            a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
+        # Value heads are stored as they came.
+        is_query, mask_d = offs_head < H, offs_d < HALF
+        weight_a = tl.where(is_query, _load(query_norm_ptr + offs_d, mask_d), _load(key_norm_ptr + offs_d, mask_d))
+        weight_b = tl.where(is_query, _load(query_norm_ptr + HALF + offs_d, mask_d), _load(key_norm_ptr + HALF + offs_d, mask_d))
+        a = (a * (offset + weight_a)).to(dtype).to(tl.float32)
+        b = (b * (offset + weight_b)).to(dtype).to(tl.float32)
     turned_a = ((a * cos).to(dtype).to(tl.float32) - (b * sin).to(dtype).to(tl.float32)).to(dtype)
     turned_b = ((b * cos).to(dtype).to(tl.float32) + (a * sin).to(dtype).to(tl.float32)).to(dtype)
 
@@ -75,10 +97,11 @@ def rotary_store(
     slots: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
+    head_norms: tuple[Norm, Norm] | None = None,
 ) -> torch.Tensor:
     """Queries [B, N, H, D], rotated; keys and values are stored. Arguments as in `rotary_store_reference`."""
     run = launch_rotary_store if is_compiled_for(qkv) else rotary_store_reference
-    return run(qkv, cos, sin, slots, key_cache, value_cache)
+    return run(qkv, cos, sin, slots, key_cache, value_cache, head_norms)
 
 
 def launch_rotary_store(
@@ -88,6 +111,7 @@ def launch_rotary_store(
     slots: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
+    head_norms: tuple[Norm, Norm] | None = None,
 ) -> torch.Tensor:
     """`rotary_store` by the kernel."""
     B, N, _ = qkv.shape
@@ -96,6 +120,9 @@ def launch_rotary_store(
     assert key_cache.is_contiguous() and value_cache.is_contiguous() and value_cache.shape == key_cache.shape
     assert qkv.is_contiguous() and cos.stride()[1:] == (D, 1) and sin.stride() == cos.stride(), (qkv.stride(), cos.stride())
     assert qkv.dtype == key_cache.dtype and len(slots) == B * N
+    if head_norms is not None:
+        assert all(norm.weight.shape == (D,) and norm.weight.is_contiguous() for norm in head_norms), head_norms
+        assert len({(norm.eps, norm.offset, norm.is_rounded_first) for norm in head_norms}) == 1, head_norms
     query = qkv.new_empty(B, N, H, D)
     _rotary_store_kernel[(B * N, triton.cdiv(H + 2 * G, BLOCK_HEADS))](
         qkv,
@@ -105,10 +132,15 @@ def launch_rotary_store(
         query,
         key_cache,
         value_cache,
+        None if head_norms is None else head_norms[0].weight,
+        None if head_norms is None else head_norms[1].weight,
         N,
         qkv.shape[2],
         # One row of angles may serve all texts.
         cos.stride(0) if len(cos) > 1 else 0,
+        0.0 if head_norms is None else head_norms[0].eps,
+        0.0 if head_norms is None else head_norms[0].offset,
+        IS_ROUNDED_FIRST=head_norms is not None and head_norms[0].is_rounded_first,
         H=H,
         G=G,
         D=D,

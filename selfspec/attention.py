@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from selfspec.cache import KVCache
+from selfspec.kernels.linear import NormedRows
 from selfspec.kernels.tree_attention import TreeLayout, tree_attention
 
 ATTENTION_NAME = "selfspec"
@@ -37,6 +38,8 @@ class TreePass:
     cache: KVCache | None = None
     layout: TreeLayout | None = None
     write_slots: torch.Tensor | None = None
+    # What the fused layer before this one left for it.
+    normed: NormedRows | None = None
     shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     options: dict[int, AttentionOptions] = field(default_factory=dict)
 

@@ -1,9 +1,10 @@
 """A decoder layer's forward in a tree pass, in as few kernels as there are dependencies.
 
 Where a fused model's layer is the common one (norm, attention with rotary embedding, norm, gated MLP, each branch added to
-its input), a tree pass runs it as norm, one layer for queries, keys and values, rotation and storing in one, attention,
-projection with the addition in it, norm, gate and up in one, activation, projection with the addition in it. Whether it is
-that layer shows by its results: they are compared with the modeling file's own. Outside tree passes that runs as it is.
+its input), a tree pass runs it as one layer for queries, keys and values, rotation and storing in one (with the norms of queries
+and keys where there are any), attention in two, projection with the addition in it, gate and up with the activation, and
+projection with the addition in it. The norms are begun by the layer before and finished by the one behind. Whether it is that
+layer shows by its results: they are compared with the modeling file's own. Outside tree passes that runs as it is.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ import torch
 from torch import nn
 
 from selfspec.attention import AttentionOptions, TreePass
-from selfspec.fusing import FusedGatedMLP, FusedLinear, FusedRMSNorm, MergedLinear
-from selfspec.kernels.gated_activation import gated_silu
-from selfspec.kernels.linear import linear
+from selfspec.fusing import FusedGatedMLP, FusedLinear, FusedRMSNorm
+from selfspec.kernels.linear import Norm, begin_norm, linear, linear_before_norm, normed_gated_linear, normed_linear
 from selfspec.kernels.rotary import rotary_store
 from selfspec.kernels.tree_attention import tree_attention
 
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 LAYER_NAMES = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_NAMES = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORM_NAMES = {"q_norm", "k_norm"}
 
 
 def fuse_layers(layers: list[nn.Module], options: dict[int, AttentionOptions]) -> Callable[[], None] | None:
@@ -40,8 +41,10 @@ def fuse_layers(layers: list[nn.Module], options: dict[int, AttentionOptions]) -
     """
     if not all(_is_common(layer) for layer in layers):
         return None
+    norms = [_norm_of(layer.input_layernorm) for layer in layers]
     for number, layer in enumerate(layers):
-        layer.forward = MethodType(_forward_of(layer.forward, options[number]), layer)
+        next_norm = norms[number + 1] if number + 1 < len(layers) else None
+        layer.forward = MethodType(_forward_of(layer, options[number], norms[number], next_norm), layer)
 
     def undo() -> None:
         for layer in layers:
@@ -55,11 +58,15 @@ def _is_common(layer: nn.Module) -> bool:
         # It has one already: a target that shares its layers was first.
         return False
     parts = layer._modules
-    if set(parts) != LAYER_NAMES or set(parts["self_attn"]._modules) != ATTENTION_NAMES:  # type: ignore[union-attr]
+    if set(parts) != LAYER_NAMES:
         return False
     attention = parts["self_attn"]._modules  # type: ignore[union-attr]
+    norms = [parts["input_layernorm"], parts["post_attention_layernorm"]]
+    if set(attention) == ATTENTION_NAMES | HEAD_NORM_NAMES:
+        norms += [attention[name] for name in HEAD_NORM_NAMES]
+    elif set(attention) != ATTENTION_NAMES:
+        return False
     merged = [getattr(attention[name], "merged", None) for name in ("q_proj", "k_proj", "v_proj")]
-    norms = (parts["input_layernorm"], parts["post_attention_layernorm"])
     return (
         merged[0] is not None
         and all(each is merged[0] for each in merged)
@@ -70,8 +77,24 @@ def _is_common(layer: nn.Module) -> bool:
     )
 
 
-def _forward_of(original: Callable[..., Any], options: AttentionOptions) -> Callable[..., Any]:
-    """A layer's forward that knows tree passes. What it does not know goes to the original."""
+def _norm_of(module: Any) -> Norm:
+    return Norm.of(module.weight, module.eps, **module.rule)
+
+
+def _forward_of(layer: Any, options: AttentionOptions, norm: Norm, next_norm: Norm | None) -> Callable[..., Any]:
+    """A layer's forward that knows tree passes. What it does not know goes to its own.
+
+    Args:
+        norm, next_norm: the layer's first norm, and that of the layer behind.
+    """
+    original = layer.forward
+    attention, mlp = layer.self_attn, layer.mlp
+    qkv_proj, o_proj = attention.q_proj.merged, attention.o_proj
+    gate_up_proj, down_proj = mlp.gate_proj.merged, mlp.down_proj
+    post_attention_norm = _norm_of(layer.post_attention_layernorm)
+    head_norms = None
+    if hasattr(attention, "q_norm"):
+        head_norms = _norm_of(attention.q_norm), _norm_of(attention.k_norm)
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         tree_pass: TreePass | None = kwargs.get("tree_pass")
@@ -80,14 +103,15 @@ def _forward_of(original: Callable[..., Any], options: AttentionOptions) -> Call
             return original(hidden_states, *args, **kwargs)
         cache, layout, slots = tree_pass.cache, tree_pass.layout, tree_pass.write_slots
         assert layout is not None and slots is not None
-        attention, mlp = self.self_attn, self.mlp
         keys, values = cache.keys[attention.layer_idx], cache.values[attention.layer_idx]
         cos, sin = embeddings
         if cos.shape[-1] != keys.shape[-1] or keys.shape != values.shape:
             return original(hidden_states, *args, **kwargs)
-        first: MergedLinear = attention.q_proj
-        qkv = first.merged(self.input_layernorm(hidden_states))
-        query = rotary_store(qkv, cos, sin, slots, keys, values)
+        normed = tree_pass.normed
+        if normed is None or normed.hidden is not hidden_states:
+            normed = begin_norm(hidden_states, norm)
+        qkv = normed_linear(normed, qkv_proj.weight, qkv_proj.bias)
+        query = rotary_store(qkv, cos, sin, slots, keys, values, head_norms)
         attended = tree_attention(
             query.transpose(1, 2),
             keys,
@@ -98,9 +122,11 @@ def _forward_of(original: Callable[..., Any], options: AttentionOptions) -> Call
             options.softcap,
             options.sinks,
         )
-        o_proj, down_proj = attention.o_proj, mlp.down_proj
-        hidden = linear(attended.flatten(2), o_proj.weight, o_proj.bias, hidden_states)
-        activated = gated_silu(mlp.gate_proj.merged(self.post_attention_layernorm(hidden)))
-        return linear(activated, down_proj.weight, down_proj.bias, hidden)
+        normed = linear_before_norm(attended.flatten(2), o_proj.weight, o_proj.bias, hidden_states, post_attention_norm)
+        activated = normed_gated_linear(normed, gate_up_proj.weight, gate_up_proj.bias)
+        if next_norm is None:
+            return linear(activated, down_proj.weight, down_proj.bias, normed.hidden)
+        tree_pass.normed = linear_before_norm(activated, down_proj.weight, down_proj.bias, normed.hidden, next_norm)
+        return tree_pass.normed.hidden
 
     return forward

@@ -247,10 +247,10 @@ def test_fused_low_precision_is_lossless(family: str) -> None:
         assert [completion.token_ids for completion in got] == expected
 
 
-COMMON = ("llama", "llama-tied", "mistral-window", "qwen2", "qwen2-window")
+COMMON = ("llama", "llama-tied", "mistral-window", "qwen2", "qwen2-window", "qwen3")
 
 
-@pytest.mark.parametrize("family", [*COMMON, "granite", "smollm3", "qwen3", "gemma2", "opt"])
+@pytest.mark.parametrize("family", [*COMMON, "granite", "smollm3", "gemma2", "opt"])
 def test_a_fused_pass_says_the_same(family: str) -> None:
     """Prefill, trees, and the layers' own outputs, which drafters read."""
     plain = Target(tiny_model(family))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from selfspec.kernels import tree_attention as tree_attention_file
 from selfspec.kernels.gated_activation import BLOCK_F, launch_gated_silu
 from selfspec.kernels.jit import jit, tl
 from selfspec.kernels.kv_compaction import MAX_PATH, launch_kv_compaction
-from selfspec.kernels.linear import launch_linear
+from selfspec.kernels.linear import launch_linear, launch_linear_before_norm
 from selfspec.kernels.noise import Stream, gumbel, uniform
 from selfspec.kernels.reference import (
     gated_silu_reference,
@@ -32,7 +33,7 @@ from selfspec.kernels.reference import (
     row_sample_reference,
     tree_accept_reference,
 )
-from selfspec.kernels.rms_norm import launch_rms_norm
+from selfspec.kernels.rms_norm import Norm, launch_rms_norm
 from selfspec.kernels.rotary import launch_rotary_store
 from selfspec.kernels.row_argmax import BLOCK_V, launch_row_argmax
 from selfspec.kernels.row_sample import launch_row_sample
@@ -262,17 +263,21 @@ def test_rotary_store_equals_its_twin(H: int, G: int, D: int, dtype: torch.dtype
     B, N = 2, 3
     qkv = torch.randn(B, N, (H + 2 * G) * D, generator=generator).to(DEVICE, dtype)
     slots = torch.tensor([4, 0, 7, 2, 9, 5], device=DEVICE)
-    for rows in (1, B):
+    for rows, rule in ((1, None), (B, None), (1, {}), (B, {"is_rounded_first": True}), (1, {"offset": 1.0})):
         angles = torch.randn(rows, N, D // 2, generator=generator).to(DEVICE).repeat(1, 1, 2)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        weights = torch.randn(2, D, generator=generator).to(DEVICE, dtype)
+        norms = None if rule is None else tuple(Norm.of(weight, 1e-2, **rule) for weight in weights)
         results = []
         for run in (launch_rotary_store, rotary_store_reference):
             keys, values = torch.full((2, 11, G, D), torch.nan, dtype=dtype, device=DEVICE)
-            results.append((run(qkv, cos, sin, slots, keys, values), keys, values))
+            results.append((run(qkv, cos, sin, slots, keys, values, norms), keys, values))
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs, equal_nan=True, **TOLERANCES[dtype])
         assert int(results[0][1].isnan().sum()) == 5 * G * D
         query, key, value = (each.unflatten(2, (-1, D)) for each in qkv.split([H * D, G * D, G * D], dim=2))
+        if rule is not None:
+            query, key = (rms_norm_reference(x, weight, 1e-2, **rule) for x, weight in zip((query, key), weights, strict=True))
         query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
         assert torch.equal(results[1][0], query)
         assert torch.equal(results[1][1][slots], key.flatten(0, 1)) and torch.equal(
@@ -368,7 +373,7 @@ REAL_SHAPES = [(576, 576), (4096, 4096), (6144, 4096), (28_672, 4096), (4096, 14
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kind of tile in small weights; the shipped table is for the device."""
     if not HAS_CUDA:
-        tiles = [tile._replace(min_outputs=size) for tile, size in zip(linear_file.TILES, (60, 40, 20, 0), strict=True)]
+        tiles = [tile._replace(min_outputs=size) for tile, size in zip(linear_file.TILES, (60, 30, 0), strict=True)]
         monkeypatch.setattr(linear_file, "TILES", tiles)
 
 
@@ -413,6 +418,84 @@ def test_a_row_of_linear_is_the_same_in_any_company(num_outputs: int, num_inputs
                 out = out if rows[0].equal(x[0]) else out.flip(0)
                 num_same = min(8, num_rows)
                 assert torch.equal(out[:num_same], alone[:num_same]), (dtype, num_rows)
+
+
+NORM_SHAPES = [(576, 1536), (4096, 14_336), (3840, 16_384)]
+
+
+def norm_case(width: int, dtype: torch.dtype, **rule: Any) -> Norm:
+    weight = torch.randn(width, generator=torch.Generator(DEVICE).manual_seed(2), dtype=dtype, device=DEVICE)
+    return Norm.of(5 * weight, 1e-2, **rule)
+
+
+@pytest.mark.usefixtures("_small_tiles")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("width", "num_inputs"), [(1, 1), (40, 24), (130, 33), *(pytest.param(*shape, marks=pytest.mark.gpu) for shape in NORM_SHAPES)]
+)
+def test_a_norm_between_two_layers(width: int, num_inputs: int, dtype: torch.dtype) -> None:
+    """From a layer, and from rows that no layer wrote, into a plain and into a gated layer: as with a norm of its own."""
+    for num_rows, rule in ((1, {}), (7, {"offset": 1.0}), (17, {"is_rounded_first": True}), (130, {})):
+        norm = norm_case(width, dtype, **rule)
+        x, weight, bias = linear_case(num_rows, width, num_inputs, dtype)
+        residual = torch.randn_like(x[:, :1].expand(-1, width))
+        _, after, after_bias = linear_case(num_rows, 2 * num_inputs, width, dtype)
+        normed = launch_linear_before_norm(x, weight, bias, residual, norm)
+        hidden = launch_linear(x, weight, bias, residual)
+        assert torch.equal(normed.hidden, hidden)
+        begun = launch_linear_before_norm(
+            hidden[None, :, :0], norm.weight.new_empty(width, 0), None, hidden[None], norm
+        )
+        for ours, theirs in ((begun.hidden, hidden), (begun.weighted, normed.weighted), (begun.squares, normed.squares)):
+            assert torch.equal(ours.view(theirs.shape), theirs)
+        middle = rms_norm_reference(hidden, norm.weight, norm.eps, **norm.rule)
+        expected = linear_reference(middle, after, after_bias)
+        for got, wanted in (
+            (launch_linear(normed, after, after_bias), expected),
+            (launch_linear(begun, after, after_bias)[0], expected),
+            (launch_linear(normed, after, after_bias, is_gated=True), gated_silu_reference(expected)),
+        ):
+            assert got.shape == wanted.shape and got.dtype == dtype
+            # The middle is rounded at another place.
+            gap = (got.float() - wanted.float()).norm() / wanted.float().norm()
+            assert gap < (1e-5 if dtype == torch.float32 else 2e-2), gap
+
+
+@pytest.mark.usefixtures("_small_tiles")
+@pytest.mark.parametrize(
+    ("width", "num_inputs"), [(40, 24), (130, 33), *(pytest.param(*shape, marks=pytest.mark.gpu) for shape in NORM_SHAPES)]
+)
+def test_a_normed_row_is_the_same_in_any_company(width: int, num_inputs: int) -> None:
+    """[N1] through both layers, and whoever began the norm."""
+    for dtype in DTYPES[1:] if width > 576 else DTYPES:
+        norm = norm_case(width, dtype)
+        x, weight, _ = linear_case(256, width, num_inputs, dtype)
+        residual = x[:, :1].expand(-1, width).contiguous()
+        _, after, _ = linear_case(256, 2 * num_inputs, width, dtype)
+
+        def both(rows: slice) -> tuple[torch.Tensor, ...]:
+            normed = launch_linear_before_norm(x[rows], weight, None, residual[rows], norm)  # noqa: B023
+            begun = launch_linear_before_norm(
+                normed.hidden[:, :0], norm.weight.new_empty(width, 0), None, normed.hidden, norm  # noqa: B023
+            )
+            assert normed.squares is not None and torch.equal(normed.squares, begun.squares)
+            return normed.squares, launch_linear(normed, after), launch_linear(begun, after, is_gated=True)  # noqa: B023
+
+        alone = [torch.cat(parts) for parts in zip(*(both(slice(i, i + 1)) for i in range(4)), strict=True)]
+        for num_rows in (2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256) if HAS_CUDA else (2, 17, 33, 65):
+            for ours, theirs in zip(both(slice(0, num_rows)), alone, strict=True):
+                assert torch.equal(ours[:4], theirs[:num_rows]), (dtype, num_rows)
+
+
+def test_a_norms_divisor_holds_its_weight() -> None:
+    """A power of two, so that it rounds nothing, and half precision cannot overflow."""
+    for weight, offset, divisor in (([0.1, -3.0], 0.0, 4.0), ([4.0], 0.0, 4.0), ([0.5], 1.0, 2.0), ([0.0], 0.0, 1.0)):
+        assert Norm.of(torch.tensor(weight), 1e-5, offset=offset).divisor == divisor
+    norm = Norm.of(torch.full((8,), 60.0, dtype=torch.float16, device=DEVICE), 1e-5)
+    rows = torch.full((2, 8), 60_000.0, dtype=torch.float16, device=DEVICE)
+    begun = launch_linear_before_norm(rows[:, :0], norm.weight.new_empty(8, 0), None, rows, norm)
+    ones = torch.full((3, 8), 1 / 8, dtype=torch.float16, device=DEVICE)
+    torch.testing.assert_close(launch_linear(begun, ones), torch.full_like(ones[:2, :3], 60.0))
 
 
 RMS_NORM_RULES = [{}, {"is_rounded_first": True}, {"offset": 1.0}]
