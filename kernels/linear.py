@@ -4,8 +4,9 @@
     out[r, o] = sum_i x[r, i] * weight[o, i] + bias[o] (+ residual[r, o], to what was rounded before)
 
 One program computes BLOCK_OUT outputs of BLOCK_R rows: it walks through its stripe of the weight in steps of BLOCK_IN, in
-ascending order, and adds up in float32. Nothing splits the sum. Rows that fill several tiles are neighbours in launch order,
-so that the stripe comes from memory once and from L2 afterwards.
+ascending order, and adds up in float32. Where a weight has so few outputs that multiprocessors would idle, two programs have
+half of the inputs each, and the one that is done last adds the other's sums to its own: the order of two does not matter.
+Rows that fill several tiles are neighbours in launch order, so that the stripe comes from memory once and from L2 afterwards.
 
 The weight's rows are the left operand of the matrix instruction and x the right one: which instruction a layer runs follows
 from BLOCK_OUT, which follows from the weight's shape alone. With x on the left, 64 rows would run another one than 16.
@@ -42,23 +43,19 @@ MAX_STAGES = 8
 
 
 class Tile(NamedTuple):
-    """What a program is for weights of at least `min_outputs` rows; `shared_kib` bounds its stages in flight.
-
-    With few rows to multiply one program keeps a multiprocessor's whole shared memory in flight. With more than
-    FEW_ROWS, x's share of a stage grows, and where programs abound `many_rows_kib` lets two of them alternate.
-    """
+    """What a program is for weights of at least `min_outputs` rows; `shared_kib` bounds its stages in flight."""
 
     min_outputs: int
     block_out: int
     num_warps: int
     shared_kib: int
-    many_rows_kib: int
+    num_parts: int = 1
 
 
-# Stripes of 64 are `wgmma`'s. Narrower ones where a weight has so few rows that most multiprocessors would get none.
-TILES = (Tile(12288, 64, 4, 200, 100), Tile(2048, 64, 4, 200, 200), Tile(0, 16, 2, 100, 100))
-FLOAT32_TILE = Tile(0, 32, 4, 0, 0)
-FEW_ROWS = 16
+# Stripes of 64 and more are `wgmma`'s. Narrower ones where a weight has so few rows that most multiprocessors would get none.
+# Two parts where twice the programs still fit the card at once.
+TILES = (Tile(12288, 128, 8, 200), Tile(4225, 64, 4, 200), Tile(2048, 64, 4, 200, num_parts=2), Tile(0, 16, 2, 100))
+FLOAT32_TILE = Tile(0, 32, 4, 0)
 
 
 @dataclass(frozen=True)
@@ -101,6 +98,8 @@ def _linear_kernel(
     out_ptr,
     next_weighted_ptr,
     next_squares_ptr,
+    sums_ptr,
+    counters_ptr,
     R,
     IN,
     OUT,
@@ -112,13 +111,15 @@ def _linear_kernel(
     BLOCK_P: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     IS_GATED: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):
     num_row_tiles = tl.cdiv(R, BLOCK_R)
-    tile_out = tl.program_id(0) // num_row_tiles
-    offs_r = tl.program_id(0) % num_row_tiles * BLOCK_R + tl.arange(0, BLOCK_R)
+    tile_r = tl.program_id(0) % num_row_tiles
+    tile_out = tl.program_id(0) // num_row_tiles // NUM_PARTS
+    offs_r = tile_r * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_in = tl.arange(0, BLOCK_IN)
     lane = tl.arange(0, BLOCK_OUT)
     if IS_GATED:
@@ -136,8 +137,13 @@ def _linear_kernel(
     x_rows = x_ptr + offs_r.to(tl.int64)[:, None] * IN + offs_in
     weight_rows = weight_ptr + offs_out.to(tl.int64)[:, None] * IN + offs_in
 
+    start, end = 0, IN
+    if NUM_PARTS == 2:
+        part = tl.program_id(0) // num_row_tiles % 2
+        middle = tl.cdiv(IN, 2 * BLOCK_IN) * BLOCK_IN
+        start, end = part * middle, tl.where(part == 0, middle, IN)
     acc = tl.zeros([BLOCK_OUT, BLOCK_R], tl.float32)
-    for first in range(0, IN, BLOCK_IN):
+    for first in range(start, end, BLOCK_IN):
         mask_x = mask_r[:, None]
         mask_weight = mask_out[:, None]
         if HAS_TAIL:
@@ -147,6 +153,17 @@ def _linear_kernel(
         weight = tl.load(weight_rows + first, mask=mask_weight, other=0.0, eviction_policy="evict_first")
         x = tl.load(x_rows + first, mask=mask_x, other=0.0, eviction_policy="evict_last")
         acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    if NUM_PARTS == 2:
+        SIZE: tl.constexpr = BLOCK_OUT * BLOCK_R
+        tile = tile_out * num_row_tiles + tile_r
+        sums = sums_ptr + tile * 2 * SIZE + lane[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
+        tl.store(sums + part * SIZE, acc, cache_modifier=".cg")
+        # All threads have stored before one counts.
+        tl.debug_barrier()
+        if tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == 0:
+            return
+        tl.store(counters_ptr + tile, 0)
+        acc += tl.load(sums + (1 - part) * SIZE, cache_modifier=".cg")
     if squares_ptr is not None:
         acc *= (scale * tl.rsqrt(_sum_pairs(squares, BLOCK_R) / IN + eps))[None, :]
     if bias_ptr is not None:
@@ -270,15 +287,20 @@ def _launch(
     outputs_of_tile = tile.block_out // 2 if is_gated else tile.block_out
     num_outputs = OUT // 2 if is_gated else OUT
     num_tiles = triton.cdiv(num_outputs, outputs_of_tile)
+    num_programs = num_tiles * triton.cdiv(R, block_r)
     out = rows.new_empty(*leading, num_outputs)
-    weighted = squares = None
+    sums = counters = weighted = squares = None
+    if tile.num_parts == 2 and IN:
+        sums = rows.new_empty(num_programs, 2, tile.block_out, block_r, dtype=torch.float32)
+        counters = _counters(rows.device)
+        assert num_programs <= len(counters), num_programs
     if norm is not None:
         weighted, squares = torch.empty_like(out), rows.new_empty(R, num_tiles, dtype=torch.float32)
     num_parts = 1
     if before is not None and before.squares is not None:
         num_parts = before.squares.shape[1]
         assert before.squares.shape == (R, num_parts) and before.squares.is_contiguous(), before.squares.shape
-    _linear_kernel[(num_tiles * triton.cdiv(R, block_r),)](
+    _linear_kernel[(num_programs if counters is None else 2 * num_programs,)](
         rows.contiguous(),
         weight,
         bias,
@@ -288,6 +310,8 @@ def _launch(
         out,
         weighted,
         squares,
+        sums,
+        counters,
         R,
         IN,
         OUT,
@@ -299,6 +323,7 @@ def _launch(
         BLOCK_P=triton.next_power_of_2(num_parts),
         HAS_TAIL=IN % block_in != 0,
         IS_GATED=is_gated,
+        NUM_PARTS=1 if counters is None else 2,
         BLOCK_R=block_r,
         BLOCK_OUT=tile.block_out,
         BLOCK_IN=block_in,
@@ -315,9 +340,21 @@ def _tile(x: torch.Tensor, num_outputs: int, num_rows: int) -> tuple[Tile, int, 
         return FLOAT32_TILE, FLOAT32_BLOCK_IN, ROW_TILES[0], 2
     tile = next(tile for tile in TILES if tile.min_outputs <= num_outputs)
     block_r = next((size for size in ROW_TILES if size >= num_rows), ROW_TILES[-1])
-    kib = tile.shared_kib if num_rows <= FEW_ROWS else tile.many_rows_kib
     stage = (tile.block_out + block_r) * BLOCK_IN * x.element_size()
-    return tile, BLOCK_IN, block_r, max(2, min(MAX_STAGES, min(kib * 1024, _shared_memory(x.device)) // stage))
+    num_stages = min(tile.shared_kib * 1024, _shared_memory(x.device)) // stage
+    return tile, BLOCK_IN, block_r, max(2, min(MAX_STAGES, num_stages))
+
+
+def _counters(device: torch.device) -> torch.Tensor:
+    """Zeros that every launch leaves as zeros: of the current stream, or of all graphs, which never run at the same time."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return _zeros(device, None)
+    return _zeros(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@cache
+def _zeros(device: torch.device, stream: int | None) -> torch.Tensor:
+    return torch.zeros(4096, dtype=torch.int32, device=device)
 
 
 @cache

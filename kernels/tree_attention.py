@@ -43,8 +43,8 @@ SPLIT = 256
 # Query rows and keys a tile. Float32, which no matrix instruction takes in full precision, is summed in registers.
 TILE = (64, 64)
 FLOAT32_TILE = (16, 32)
-# Splits that the second kernel adds up at once.
-BLOCK_P = 16
+# Splits that the second kernel adds up at once, and values of a head a program of it.
+BLOCK_P, COMBINE_DV = 64, 32
 # Nodes a launch: bounds the partial results of a long prefill.
 MAX_NODES = 128
 
@@ -283,7 +283,7 @@ def _tree_attention_combine_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Add up the splits that one node's head sees, BLOCK_P at a time, and normalise."""
+    """Add up the splits that one node's head sees, BLOCK_P at a time, and normalise; BLOCK_DV values of the head."""
     node = tl.program_id(0) // H
     head = tl.program_id(0) % H
     b = tl.program_id(1).to(tl.int64)
@@ -293,7 +293,7 @@ def _tree_attention_combine_kernel(
     last = position // SPLIT
     base = (b * num_splits - _first_split(T, WINDOW, SPLIT)) * num_nodes + node
 
-    offs_dv = tl.arange(0, BLOCK_DV)
+    offs_dv = tl.program_id(2) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     mask_dv = offs_dv < DV
     acc = tl.zeros([BLOCK_DV], tl.float32)
     if sinks_ptr is None:
@@ -424,7 +424,8 @@ def launch_tree_attention(
             num_warps=8 if is_float32 or max(block_d, block_dv) > 128 else 4,
             num_stages=2 if is_float32 or block_d + block_dv > 256 else 3,
         )
-        _tree_attention_combine_kernel[(num_nodes * H, B)](
+        combine_dv = min(COMBINE_DV, block_dv)
+        _tree_attention_combine_kernel[(num_nodes * H, B, triton.cdiv(Dv, combine_dv))](
             acc,
             row_max,
             row_sum,
@@ -441,7 +442,7 @@ def launch_tree_attention(
             WINDOW=sliding_window,
             SPLIT=SPLIT,
             BLOCK_P=BLOCK_P,
-            BLOCK_DV=block_dv,
+            BLOCK_DV=combine_dv,
         )
     return out
 

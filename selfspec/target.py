@@ -379,9 +379,12 @@ class Target:
         kind = self.model.config.model_type
         limit = min(self.config.vocab_size, 64)
         tokens = (torch.arange(6, device=self.device) * 7 + 3) % limit
+        # Far enough for a layer without positions to tell itself from one with them.
+        prefix = (torch.arange(min(96, self.context_length // 2), device=self.device) * 11 + 5) % limit
         # The formula as the modeling file writes it: sdpa of older transformers leaves soft-caps out.
         self.model.set_attn_implementation("eager")
-        plain = self.model(input_ids=tokens[None], use_cache=False).logits[0].float()
+        texts = (tokens, torch.cat([prefix, tokens[3:]]))
+        plain, plain_far = (self.model(input_ids=ids[None], use_cache=False).logits[0, -3:].float() for ids in texts)
         self.vocab_size = plain.shape[-1]
         self.model.set_attn_implementation(ATTENTION_NAME)
 
@@ -411,19 +414,18 @@ class Target:
             self.prefill(prefix, row, cache)
             return self.verify(tree, [row], cache).logits[0, [0, 1, 3]].float()
 
-        gap = _gap(served(tokens[:3]), plain[3:])
+        gap = _gap(served(tokens[:3]), plain)
         # Float32 agrees to about 1e-6. Low precision rounds differently along two paths, and experts may switch.
         if not gap < (1e-3 if self.dtype == torch.float32 else 0.2):
             raise ValueError(
                 f"{kind} gives other logits in a tree pass than alone (relative gap {gap:.2g}): it cannot be served"
             )
-        # Far enough for a layer without positions to tell itself from one with them.
-        prefix = (torch.arange(min(96, self.context_length // 2), device=self.device) * 11 + 5) % limit
         own = served(prefix)
-        undo = fuse_layers(list(decoder_layers(self.model)[1]), probe.options)
-        # Two forms that round at other places are as far apart as this model makes rounding grow: so were the two above.
-        most = 1e-4 if self.dtype == torch.float32 else max(0.02, 2 * gap)
-        if undo is not None and not (gap := _gap(served(prefix), own)) < most:
+        if (undo := fuse_layers(list(decoder_layers(self.model)[1]), probe.options)) is None:
+            return
+        # Two forms that round at other places are as far apart as this model lets rounding grow.
+        most = 1e-4 if self.dtype == torch.float32 else max(0.02, 2 * _gap(own, plain_far))
+        if not (gap := _gap(served(prefix), own)) < most:
             undo()
             logger.warning("%s: fused layers give other logits (relative gap %.2g), so its own run", kind, gap)
 

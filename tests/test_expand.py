@@ -197,16 +197,15 @@ def test_what_cannot_be_expanded_is_refused() -> None:
 
 
 @pytest.mark.gpu
-def test_a_big_model_is_filled_on_the_device() -> None:
-    """No weight passes through the CPU in its large form, and the words stay."""
-    source = Target(
-        tiny_model("llama", hidden_size=64, num_attention_heads=8, num_key_value_heads=4).to("cuda", torch.bfloat16)
-    )
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-3), (torch.bfloat16, 0.15)], ids=str)
+def test_a_big_model_is_filled_on_the_device(dtype: torch.dtype, most: float) -> None:
+    """No weight passes through the CPU in its large form, and the words stay, as far as random layers keep rounding small."""
+    source = Target(tiny_model("llama", hidden_size=64, num_attention_heads=8, num_key_value_heads=4).to("cuda", dtype))
     target = expand_target(source, Shape(512, 8, 1024, 32))
-    assert {(p.device.type, p.dtype) for p in target.model.parameters()} == {("cuda", torch.bfloat16)}
-    assert logit_gap(source, target) < 0.05
+    assert {(p.device.type, p.dtype) for p in target.model.parameters()} == {("cuda", dtype)}
+    assert logit_gap(source, target) < most
     head = expand_head(medusa(source, has_root_input=True), target)
-    assert {(p.device.type, p.dtype) for p in head.parameters()} == {("cuda", torch.bfloat16)}
+    assert {(p.device.type, p.dtype) for p in head.parameters()} == {("cuda", dtype)}
 
 
 def test_a_tiny_target_is_its_own_expansion() -> None:

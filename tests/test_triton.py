@@ -373,7 +373,7 @@ REAL_SHAPES = [(576, 576), (4096, 4096), (6144, 4096), (28_672, 4096), (4096, 14
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kind of tile in small weights; the shipped table is for the device."""
     if not HAS_CUDA:
-        tiles = [tile._replace(min_outputs=size) for tile, size in zip(linear_file.TILES, (60, 30, 0), strict=True)]
+        tiles = [tile._replace(min_outputs=size) for tile, size in zip(linear_file.TILES, (60, 45, 30, 0), strict=True)]
         monkeypatch.setattr(linear_file, "TILES", tiles)
 
 
