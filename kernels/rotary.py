@@ -69,7 +69,9 @@ def _rotary_store_kernel(
         # Value heads are stored as they came.
         is_query, mask_d = offs_head < H, offs_d < HALF
         weight_a = tl.where(is_query, _load(query_norm_ptr + offs_d, mask_d), _load(key_norm_ptr + offs_d, mask_d))
-        weight_b = tl.where(is_query, _load(query_norm_ptr + HALF + offs_d, mask_d), _load(key_norm_ptr + HALF + offs_d, mask_d))
+        weight_b = tl.where(
+            is_query, _load(query_norm_ptr + HALF + offs_d, mask_d), _load(key_norm_ptr + HALF + offs_d, mask_d)
+        )
         a = (a * (offset + weight_a)).to(dtype).to(tl.float32)
         b = (b * (offset + weight_b)).to(dtype).to(tl.float32)
     turned_a = ((a * cos).to(dtype).to(tl.float32) - (b * sin).to(dtype).to(tl.float32)).to(dtype)

@@ -19,7 +19,8 @@ decoding one token at a time gives. Three rules make it so:
 * An invisible key adds exact zeros, so a tile of them may be computed or skipped. Sizes that vary from pass to pass are kept
   from specialising the code.
 
-Rows of a matrix instruction do not influence each other; a different tile shape is a different instruction, so there is one.
+Rows of a matrix instruction do not influence each other; a different tile shape is a different instruction, so there is one
+for passes of up to MAX_ROWS nodes, as far as other layers keep a row's bits.
 
 On CPU every row of the batch is one fused `scaled_dot_product_attention` over its own keys: no padding to the longest row,
 no repeated key-value heads (the query heads of a group are stacked along the node axis), and no copy where the row's blocks
@@ -31,20 +32,36 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
+from selfspec.kernels.linear import MAX_ROWS
 from selfspec.kernels.reference import slots_of, tree_attention_reference
 
-# Keys a split. Like the tiles it may not depend on a pass's sizes, for the sake of equal bits.
-SPLIT = 256
-# Query rows and keys a tile. Float32, which no matrix instruction takes in full precision, is summed in registers.
-TILE = (64, 64)
-FLOAT32_TILE = (16, 32)
-# Splits that the second kernel adds up at once, and values of a head a program of it.
-BLOCK_P, COMBINE_DV = 64, 32
+# Keys a split. Like the tile of a decoding pass it may not depend on a pass's sizes, for the sake of equal bits.
+SPLIT = 128
+
+
+class Tile(NamedTuple):
+    """Query rows and keys that a program takes at once, and how it is compiled."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+# One node has few query rows for a key-value head: a tile as low as the instruction allows leaves room for more programs.
+TILE = Tile(16, 64, 2, 2)
+# A prefill's, which has rows for higher tiles, with heads of up to 128 dimensions and larger ones.
+PREFILL_TILE, LARGE_PREFILL_TILE = Tile(64, 64, 4, 3), Tile(64, 64, 8, 2)
+# No matrix instruction takes float32 in full precision: it is summed in registers.
+FLOAT32_TILE = Tile(16, 32, 8, 2)
+# Splits that the second kernel adds up at once.
+BLOCK_P = 32
 # Nodes a launch: bounds the partial results of a long prefill.
 MAX_NODES = 128
 
@@ -176,9 +193,10 @@ def _tree_attention_split_kernel(
     """
     R: tl.constexpr = H // G
     TILES_PER_NODE: tl.constexpr = (R + BLOCK_M - 1) // BLOCK_M
-    program = tl.program_id(0)
-    b = tl.program_id(1) // G
-    g = tl.program_id(1) % G
+    # Heads are neighbours, as they are in memory.
+    program = tl.program_id(0) // G
+    g = tl.program_id(0) % G
+    b = tl.program_id(1)
     T = tl.load(lengths_ptr + b).to(tl.int32)
     first_split = _first_split(T, WINDOW, SPLIT)
 
@@ -283,7 +301,7 @@ def _tree_attention_combine_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Add up the splits that one node's head sees, BLOCK_P at a time, and normalise; BLOCK_DV values of the head."""
+    """Add up the splits that one node's head sees, BLOCK_P at a time, and normalise."""
     node = tl.program_id(0) // H
     head = tl.program_id(0) % H
     b = tl.program_id(1).to(tl.int64)
@@ -293,7 +311,7 @@ def _tree_attention_combine_kernel(
     last = position // SPLIT
     base = (b * num_splits - _first_split(T, WINDOW, SPLIT)) * num_nodes + node
 
-    offs_dv = tl.program_id(2) * BLOCK_DV + tl.arange(0, BLOCK_DV)
+    offs_dv = tl.arange(0, BLOCK_DV)
     mask_dv = offs_dv < DV
     acc = tl.zeros([BLOCK_DV], tl.float32)
     if sinks_ptr is None:
@@ -375,9 +393,12 @@ def launch_tree_attention(
         num_splits = min(num_splits, _num_touched(sliding_window + K))
     num_open_splits = 0 if layout.is_chain else min(num_splits, _num_touched(K + 1))
 
-    is_float32 = query.dtype == torch.float32
-    block_m, block_n = FLOAT32_TILE if is_float32 else TILE
     block_d, block_dv = max(16, triton.next_power_of_2(D)), max(16, triton.next_power_of_2(Dv))
+    tile = TILE
+    if query.dtype == torch.float32:
+        tile = FLOAT32_TILE
+    elif B * N > MAX_ROWS:
+        tile = PREFILL_TILE if max(block_d, block_dv) <= 128 else LARGE_PREFILL_TILE
     log2_e = math.log2(math.e)
     score_scale, cap = (scaling * log2_e, 0.0) if softcap is None else (scaling / softcap, softcap * log2_e)
     out = query.new_empty(B, N, H, Dv)
@@ -386,9 +407,9 @@ def launch_tree_attention(
         num_nodes = nodes.stop - first
         acc = torch.empty(B, num_splits, num_nodes, H, Dv, dtype=torch.float32, device=query.device)
         row_max, row_sum = torch.empty(2, B, num_splits, num_nodes, H, dtype=torch.float32, device=query.device)
-        num_shared = num_splits * triton.cdiv(num_nodes * (H // G), block_m)
-        num_own = num_open_splits * num_nodes * triton.cdiv(H // G, block_m)
-        _tree_attention_split_kernel[(num_shared + num_own, B * G)](
+        num_shared = num_splits * triton.cdiv(num_nodes * (H // G), tile.rows)
+        num_own = num_open_splits * num_nodes * triton.cdiv(H // G, tile.rows)
+        _tree_attention_split_kernel[((num_shared + num_own) * G, B)](
             query[:, nodes],
             key_cache,
             value_cache,
@@ -416,16 +437,14 @@ def launch_tree_attention(
             WINDOW=sliding_window,
             HAS_CAP=softcap is not None,
             SPLIT=SPLIT,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.keys,
             BLOCK_D=block_d,
             BLOCK_DV=block_dv,
-            # What fits the registers and the shared memory of two programs, or of one with large heads.
-            num_warps=8 if is_float32 or max(block_d, block_dv) > 128 else 4,
-            num_stages=2 if is_float32 or block_d + block_dv > 256 else 3,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
         )
-        combine_dv = min(COMBINE_DV, block_dv)
-        _tree_attention_combine_kernel[(num_nodes * H, B, triton.cdiv(Dv, combine_dv))](
+        _tree_attention_combine_kernel[(num_nodes * H, B)](
             acc,
             row_max,
             row_sum,
@@ -442,7 +461,7 @@ def launch_tree_attention(
             WINDOW=sliding_window,
             SPLIT=SPLIT,
             BLOCK_P=BLOCK_P,
-            BLOCK_DV=combine_dv,
+            BLOCK_DV=block_dv,
         )
     return out
 

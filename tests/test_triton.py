@@ -38,7 +38,7 @@ from selfspec.kernels.rotary import launch_rotary_store
 from selfspec.kernels.row_argmax import BLOCK_V, launch_row_argmax
 from selfspec.kernels.row_sample import launch_row_sample
 from selfspec.kernels.tree_accept import launch_tree_accept
-from selfspec.kernels.tree_attention import TreeLayout, launch_tree_attention
+from selfspec.kernels.tree_attention import Tile, TreeLayout, launch_tree_attention
 from selfspec.tree import from_parents
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -75,8 +75,8 @@ def _poisoned_outputs() -> Iterator[None]:
 def _small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many splits and tiles in short texts."""
     monkeypatch.setattr(tree_attention_file, "SPLIT", 32)
-    monkeypatch.setattr(tree_attention_file, "TILE", (16, 16))
-    monkeypatch.setattr(tree_attention_file, "FLOAT32_TILE", (16, 16))
+    for name, rows in (("TILE", 16), ("FLOAT32_TILE", 16), ("PREFILL_TILE", 32)):
+        monkeypatch.setattr(tree_attention_file, name, Tile(rows, 16, 4, 2))
     monkeypatch.setattr(tree_attention_file, "BLOCK_P", 2)
     monkeypatch.setattr(tree_attention_file, "MAX_NODES", 5)
 
@@ -154,6 +154,14 @@ def test_the_shipped_tiles() -> None:
     parents = [-1, 0, 0, 1, 1]
     for dtype in DTYPES:
         assert_equals_twin(make_case([parents], [254], (2, 1, 80, 64), dtype=dtype, device=DEVICE))
+
+
+@pytest.mark.usefixtures("_small_splits")
+def test_a_prefill_has_a_tile_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_attention_file, "MAX_ROWS", 10)
+    case = make_case([PARENTS["chain"]] * 2, [29, 104], SMALL_HEADS["grouped"], dtype=DTYPES[1], device=DEVICE)
+    assert case.run_kernel().shape[:2].numel() > 10
+    assert_equals_twin(case)
 
 
 def random_parents(num_nodes: int, seed: int) -> list[int]:
@@ -277,7 +285,9 @@ def test_rotary_store_equals_its_twin(H: int, G: int, D: int, dtype: torch.dtype
         assert int(results[0][1].isnan().sum()) == 5 * G * D
         query, key, value = (each.unflatten(2, (-1, D)) for each in qkv.split([H * D, G * D, G * D], dim=2))
         if rule is not None:
-            query, key = (rms_norm_reference(x, weight, 1e-2, **rule) for x, weight in zip((query, key), weights, strict=True))
+            query, key = (
+                rms_norm_reference(x, weight, 1e-2, **rule) for x, weight in zip((query, key), weights, strict=True)
+            )
         query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
         assert torch.equal(results[1][0], query)
         assert torch.equal(results[1][1][slots], key.flatten(0, 1)) and torch.equal(
@@ -431,7 +441,8 @@ def norm_case(width: int, dtype: torch.dtype, **rule: Any) -> Norm:
 @pytest.mark.usefixtures("_small_tiles")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("width", "num_inputs"), [(1, 1), (40, 24), (130, 33), *(pytest.param(*shape, marks=pytest.mark.gpu) for shape in NORM_SHAPES)]
+    ("width", "num_inputs"),
+    [(1, 1), (40, 24), (130, 33), *(pytest.param(*shape, marks=pytest.mark.gpu) for shape in NORM_SHAPES)],
 )
 def test_a_norm_between_two_layers(width: int, num_inputs: int, dtype: torch.dtype) -> None:
     """From a layer, and from rows that no layer wrote, into a plain and into a gated layer: as with a norm of its own."""
@@ -443,9 +454,7 @@ def test_a_norm_between_two_layers(width: int, num_inputs: int, dtype: torch.dty
         normed = launch_linear_before_norm(x, weight, bias, residual, norm)
         hidden = launch_linear(x, weight, bias, residual)
         assert torch.equal(normed.hidden, hidden)
-        begun = launch_linear_before_norm(
-            hidden[None, :, :0], norm.weight.new_empty(width, 0), None, hidden[None], norm
-        )
+        begun = launch_linear_before_norm(hidden[None, :, :0], norm.weight.new_empty(width, 0), None, hidden[None], norm)
         for ours, theirs in ((begun.hidden, hidden), (begun.weighted, normed.weighted), (begun.squares, normed.squares)):
             assert torch.equal(ours.view(theirs.shape), theirs)
         middle = rms_norm_reference(hidden, norm.weight, norm.eps, **norm.rule)
@@ -476,7 +485,11 @@ def test_a_normed_row_is_the_same_in_any_company(width: int, num_inputs: int) ->
         def both(rows: slice) -> tuple[torch.Tensor, ...]:
             normed = launch_linear_before_norm(x[rows], weight, None, residual[rows], norm)  # noqa: B023
             begun = launch_linear_before_norm(
-                normed.hidden[:, :0], norm.weight.new_empty(width, 0), None, normed.hidden, norm  # noqa: B023
+                normed.hidden[:, :0],
+                norm.weight.new_empty(width, 0),
+                None,
+                normed.hidden,
+                norm,  # noqa: B023
             )
             assert normed.squares is not None and torch.equal(normed.squares, begun.squares)
             return normed.squares, launch_linear(normed, after), launch_linear(begun, after, is_gated=True)  # noqa: B023
