@@ -6,7 +6,7 @@
 One program computes BLOCK_OUT outputs of BLOCK_R rows: it walks through its stripe of the weight in steps of BLOCK_IN, in
 ascending order, and adds up in float32. Where a weight has so few outputs that multiprocessors would idle, two programs have
 half of the inputs each, and the one that is done last adds the other's sums to its own: the order of two does not matter.
-Rows that fill several tiles are neighbours in launch order, so that the stripe comes from memory once and from L2 afterwards.
+Rows that fill several tiles are neighbours in launch order, so that the stripe comes from memory once and then from L2.
 
 The weight's rows are the left operand of the matrix instruction and x the right one: which instruction a layer runs follows
 from BLOCK_OUT, which follows from the weight's shape alone. With x on the left, 64 rows would run another one than 16.
@@ -17,8 +17,8 @@ and with it what the norm's weight makes of h and, for each row and program, the
 
     sum_i (h_i * w_i / rms) * weight[o, i]  =  (sum_i (h_i * w_i) * weight[o, i]) / rms
 
-**A gated MLP's first layer** (`normed_gated_linear`), gate and up in one weight [2F, IN], has half of a program's outputs from
-each, and writes `silu(gate) * up`.
+**A gated MLP's first layer** (`normed_gated_linear`), gate and up in one weight [2F, IN], takes half of a program's outputs
+from each, and writes `silu(gate) * up`.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Tile(NamedTuple):
     num_parts: int = 1
 
 
-# Stripes of 64 and more are `wgmma`'s. Narrower ones where a weight has so few rows that most multiprocessors would get none.
-# Two parts where twice the programs still fit the card at once.
+# Stripes of 64 and more are `wgmma`'s. Narrower ones where most multiprocessors would get none; two parts where twice the
+# programs still fit the card at once.
 TILES = (Tile(12288, 128, 8, 200), Tile(4225, 64, 4, 200), Tile(2048, 64, 4, 200, num_parts=2), Tile(0, 16, 2, 100))
 FLOAT32_TILE = Tile(0, 32, 4, 0)
 

@@ -4,8 +4,8 @@
     out = x * cos + rotated(x) * sin,    rotated([a, b]) = [-b, a]
 
 with the halves of a head as pairs, each product and the sum rounded to x's type, as modeling files have it. Rotated keys and
-the values go to their slots of the KV pool, queries to a tensor of their own. Where queries and keys are normed head by head,
-as in Qwen3, that comes first, in the same launch.
+the values go to their slots of the KV pool, queries to a tensor of their own. Where queries and keys are normed head by
+head, as in Qwen3, that comes first, in the same launch.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ BLOCK_HEADS = 8
 @jit()
 def _load(ptrs, mask):
     return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+
+
+@jit()
+def _load_halves(ptrs, HALF: tl.constexpr, mask):
+    return _load(ptrs, mask), _load(ptrs + HALF, mask)
 
 
 @jit(do_not_specialize=("stride_row", "stride_cos_b", "num_nodes"))
@@ -67,13 +72,10 @@ def _rotary_store_kernel(
         if IS_ROUNDED_FIRST:
             a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
         # Value heads are stored as they came.
-        is_query, mask_d = offs_head < H, offs_d < HALF
-        weight_a = tl.where(is_query, _load(query_norm_ptr + offs_d, mask_d), _load(key_norm_ptr + offs_d, mask_d))
-        weight_b = tl.where(
-            is_query, _load(query_norm_ptr + HALF + offs_d, mask_d), _load(key_norm_ptr + HALF + offs_d, mask_d)
-        )
-        a = (a * (offset + weight_a)).to(dtype).to(tl.float32)
-        b = (b * (offset + weight_b)).to(dtype).to(tl.float32)
+        query_a, query_b = _load_halves(query_norm_ptr + offs_d, HALF, offs_d < HALF)
+        key_a, key_b = _load_halves(key_norm_ptr + offs_d, HALF, offs_d < HALF)
+        a = (a * (offset + tl.where(offs_head < H, query_a, key_a))).to(dtype).to(tl.float32)
+        b = (b * (offset + tl.where(offs_head < H, query_b, key_b))).to(dtype).to(tl.float32)
     turned_a = ((a * cos).to(dtype).to(tl.float32) - (b * sin).to(dtype).to(tl.float32)).to(dtype)
     turned_b = ((b * cos).to(dtype).to(tl.float32) + (a * sin).to(dtype).to(tl.float32)).to(dtype)
 

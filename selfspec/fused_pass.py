@@ -1,10 +1,12 @@
 """A decoder layer's forward in a tree pass, in as few kernels as there are dependencies.
 
 Where a fused model's layer is the common one (norm, attention with rotary embedding, norm, gated MLP, each branch added to
-its input), a tree pass runs it as one layer for queries, keys and values, rotation and storing in one (with the norms of queries
-and keys where there are any), attention in two, projection with the addition in it, gate and up with the activation, and
-projection with the addition in it. The norms are begun by the layer before and finished by the one behind. Whether it is that
-layer shows by its results: they are compared with the modeling file's own. Outside tree passes that runs as it is.
+its input), a tree pass runs it in seven launches: queries, keys and values; rotation (and norms of queries and keys, where
+there are any) and storing; attention, in two; the projection with its addition; gate and up with the activation; the
+projection with its addition. The norms are begun by the layer before and finished by the one behind.
+
+Whether it is that layer shows by its results: they are compared with the modeling file's own. Outside tree passes that runs
+as it is.
 """
 
 from __future__ import annotations

@@ -454,7 +454,8 @@ def test_a_norm_between_two_layers(width: int, num_inputs: int, dtype: torch.dty
         normed = launch_linear_before_norm(x, weight, bias, residual, norm)
         hidden = launch_linear(x, weight, bias, residual)
         assert torch.equal(normed.hidden, hidden)
-        begun = launch_linear_before_norm(hidden[None, :, :0], norm.weight.new_empty(width, 0), None, hidden[None], norm)
+        nothing = norm.weight.new_empty(width, 0)
+        begun = launch_linear_before_norm(hidden[None, :, :0], nothing, None, hidden[None], norm)
         for ours, theirs in ((begun.hidden, hidden), (begun.weighted, normed.weighted), (begun.squares, normed.squares)):
             assert torch.equal(ours.view(theirs.shape), theirs)
         middle = rms_norm_reference(hidden, norm.weight, norm.eps, **norm.rule)
@@ -470,6 +471,17 @@ def test_a_norm_between_two_layers(width: int, num_inputs: int, dtype: torch.dty
             assert gap < (1e-5 if dtype == torch.float32 else 2e-2), gap
 
 
+def through_both(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, after: torch.Tensor, norm: Norm
+) -> tuple[torch.Tensor, ...]:
+    """The squares, and what a plain and a gated layer make of rows whose norm a layer began, or nobody."""
+    normed = launch_linear_before_norm(x, weight, None, residual, norm)
+    nothing = norm.weight.new_empty(len(norm.weight), 0)
+    begun = launch_linear_before_norm(normed.hidden[:, :0], nothing, None, normed.hidden, norm)
+    assert normed.squares is not None and begun.squares is not None and torch.equal(normed.squares, begun.squares)
+    return normed.squares, launch_linear(normed, after), launch_linear(begun, after, is_gated=True)
+
+
 @pytest.mark.usefixtures("_small_tiles")
 @pytest.mark.parametrize(
     ("width", "num_inputs"), [(40, 24), (130, 33), *(pytest.param(*shape, marks=pytest.mark.gpu) for shape in NORM_SHAPES)]
@@ -481,22 +493,11 @@ def test_a_normed_row_is_the_same_in_any_company(width: int, num_inputs: int) ->
         x, weight, _ = linear_case(256, width, num_inputs, dtype)
         residual = x[:, :1].expand(-1, width).contiguous()
         _, after, _ = linear_case(256, 2 * num_inputs, width, dtype)
-
-        def both(rows: slice) -> tuple[torch.Tensor, ...]:
-            normed = launch_linear_before_norm(x[rows], weight, None, residual[rows], norm)  # noqa: B023
-            begun = launch_linear_before_norm(
-                normed.hidden[:, :0],
-                norm.weight.new_empty(width, 0),
-                None,
-                normed.hidden,
-                norm,  # noqa: B023
-            )
-            assert normed.squares is not None and torch.equal(normed.squares, begun.squares)
-            return normed.squares, launch_linear(normed, after), launch_linear(begun, after, is_gated=True)  # noqa: B023
-
-        alone = [torch.cat(parts) for parts in zip(*(both(slice(i, i + 1)) for i in range(4)), strict=True)]
+        singles = [through_both(x[i, None], weight, residual[i, None], after, norm) for i in range(4)]
+        alone = [torch.cat(parts) for parts in zip(*singles, strict=True)]
         for num_rows in (2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256) if HAS_CUDA else (2, 17, 33, 65):
-            for ours, theirs in zip(both(slice(0, num_rows)), alone, strict=True):
+            together = through_both(x[:num_rows], weight, residual[:num_rows], after, norm)
+            for ours, theirs in zip(together, alone, strict=True):
                 assert torch.equal(ours[:4], theirs[:num_rows]), (dtype, num_rows)
 
 
