@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -26,6 +26,15 @@ logger = logging.getLogger(__name__)
 
 # Trackers and the log tell an evaluation's numbers from the training's by it.
 EVAL_PREFIX = "eval_"
+
+
+class _Losses(NamedTuple):
+    """A batch's loss of every process, on its way to the host, and the batch of this one."""
+
+    values: torch.Tensor
+    inputs: Any
+    step: int
+    event: Any
 
 
 class HeadTrainer(Trainer):
@@ -49,6 +58,7 @@ class HeadTrainer(Trainer):
         self.seconds_paused = 0.0
         # Step and time of the last log, or of the first batch.
         self._last_log: tuple[int, float] | None = None
+        self._last_losses: _Losses | None = None
 
     @property
     def tokens_per_step(self) -> int:
@@ -74,24 +84,45 @@ class HeadTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
+        self.check_losses()
         outputs = model(**inputs) if num_items_in_batch is None else model(**inputs, num_pairs=num_items_in_batch)
         loss = outputs["loss"]
-        losses = self.accelerator.gather(loss.detach().reshape(1))
-        if not bool(losses.isfinite().all()):
-            self._stop_at(losses, inputs)
+        losses = self.accelerator.gather(loss.detach().reshape(1)).to("cpu", non_blocking=True)
+        has_gpu = self.args.device.type == "cuda"
+        self._last_losses = _Losses(losses, inputs, self.state.global_step, torch.cuda.Event() if has_gpu else None)
+        if has_gpu:
+            self._last_losses.event.record()
+        else:
+            self.check_losses()
         return (loss, outputs) if return_outputs else loss
 
-    def _stop_at(self, losses: torch.Tensor, inputs: Any) -> None:
-        """All processes stop with the same sentence; those whose loss it is keep their batch."""
+    def check_losses(self) -> None:
+        """Stop if a loss of the batch before is not finite: a GPU is never waited for, and no checkpoint holds its update.
+
+        All processes stop with the same sentence; those whose loss it is keep their batch.
+        """
+        if self._last_losses is None:
+            return
+        losses, inputs, step, event = self._last_losses
+        self._last_losses = None
+        if event is not None:
+            event.synchronize()
+        if bool(losses.isfinite().all()):
+            return
         folder = Path(self.args.output_dir)
         if not bool(losses[self.args.process_index].isfinite()):
             batch = {name: value.cpu() for name, value in inputs.items()}
             torch.save(batch, folder / f"bad_batch_{self.args.process_index}.pt")
         process = int((~losses.isfinite()).nonzero()[0])
         raise FloatingPointError(
-            f"the loss is {float(losses[process])} at step {self.state.global_step}: its batch is in "
+            f"the loss is {float(losses[process])} at step {step}: its batch is in "
             f"{folder / f'bad_batch_{process}.pt'}; lower the learning rate, or look at those rows"
         )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().train(*args, **kwargs)
+        self.check_losses()
+        return result
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
@@ -120,6 +151,7 @@ class HeadTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Written elsewhere and moved to its name when all processes have written their part."""
+        self.check_losses()
         name = f"checkpoint-{self.state.global_step}"
         folder = Path(self.args.output_dir)
         try:
@@ -161,6 +193,7 @@ class EvaluationCallback(TrainerCallback):
         every = math.ceil(every * state.max_steps) if every < 1 else int(every)
         if not every or state.global_step % every:
             return
+        self.trainer.check_losses()
         started = time.perf_counter()
         report = self.evaluator(self.prompts, is_decoding=self.on_all or state.is_world_process_zero)
         self.trainer.seconds_paused += time.perf_counter() - started

@@ -202,6 +202,8 @@ def run(
     args.label_names = []
     # Steps of one size, so that an epoch has as many of them on any number of processes.
     args.dataloader_drop_last = True
+    # The loop's own check of losses does not wait for the device.
+    args.logging_nan_inf_filter = False
     # All weights of a head take part in every loss.
     args.ddp_find_unused_parameters = False
     # The head's folder goes to the Hub, not the Trainer's checkpoints.
