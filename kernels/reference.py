@@ -103,6 +103,39 @@ def kv_compaction_reference(
     value_cache[:, target_slots] = value_cache[:, source_slots]
 
 
+def path_attention_reference(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    lengths: torch.Tensor,
+    depths: torch.Tensor,
+    path_slots: torch.Tensor,
+    block_size: int,
+    scaling: float,
+) -> torch.Tensor:
+    """`tree_attention_reference` of nodes whose paths are known, node by node.
+
+    Args:
+        depths: [B, N].
+        path_slots: [B, N, K]: of a node of depth d, the slots of its ancestors at depths 0 ... d - 1, and its own.
+
+    Returns:
+        [B, N, H, Dv].
+    """
+    B, H, N, _ = query.shape
+    G = key_cache.shape[1]
+    out = query.new_empty(B, N, H, value_cache.shape[2])
+    for b in range(B):
+        prefix = slots_of(block_tables[b : b + 1], torch.arange(int(lengths[b]), device=query.device)[None], block_size)[0]
+        for n in range(N):
+            slots = torch.cat([prefix, path_slots[b, n, : int(depths[b, n]) + 1]])
+            keys, values = (each[slots].float().repeat_interleave(H // G, dim=1) for each in (key_cache, value_cache))
+            scores = torch.einsum("hd,shd->hs", query[b, :, n].float(), keys) * scaling
+            out[b, n] = torch.einsum("hs,shd->hd", scores.softmax(-1), values).to(query.dtype)
+    return out
+
+
 def row_argmax_reference(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Index of the first greatest logit of every row, NaN counting as +inf, and whether that logit is finite.
 

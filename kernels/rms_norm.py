@@ -5,7 +5,7 @@
 
 in float32, rounded once at the end, or, as Llama has it, rounded before it is multiplied by the weight as well. One program
 holds one row [E]; the order in which its squares are added follows from E. Rows may lie E or more apart, evenly in each of
-two dimensions, so that the slices of a merged layer's output need no copy.
+two dimensions, so that the slices of a merged layer's output need no copy; so may the outputs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Norm(NamedTuple):
     @classmethod
     def of(cls, weight: torch.Tensor, eps: float, *, offset: float = 0.0, is_rounded_first: bool = False) -> Norm:
         """Reads the weight on the host."""
-        greatest = float((offset + weight.float()).abs().max())
+        greatest = float((offset + weight.detach().float()).abs().max())
         exponent = math.ceil(math.log2(greatest)) if 0 < greatest < math.inf else 0
         return cls(weight, eps, offset, is_rounded_first, 2.0**exponent)
 
@@ -48,7 +48,7 @@ class Norm(NamedTuple):
         return {"offset": self.offset, "is_rounded_first": self.is_rounded_first}
 
 
-@jit(do_not_specialize=("num_inner", "stride_outer", "stride_inner"))
+@jit(do_not_specialize=("num_inner", "stride_outer", "stride_inner", "stride_out"))
 def _rms_norm_kernel(
     x_ptr,
     weight_ptr,
@@ -56,6 +56,7 @@ def _rms_norm_kernel(
     num_inner,
     stride_outer,
     stride_inner,
+    stride_out,
     eps,
     offset,
     E: tl.constexpr,
@@ -72,19 +73,41 @@ def _rms_norm_kernel(
     weight = offset + tl.load(weight_ptr + offs_e, mask=mask_e, other=0.0).to(tl.float32)
     if IS_ROUNDED_FIRST:
         normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + row.to(tl.int64) * E + offs_e, (normed * weight).to(out_ptr.dtype.element_ty), mask=mask_e)
+    tl.store(
+        out_ptr + tl.multiple_of(row * stride_out.to(tl.int64), ALIGNMENT) + offs_e,
+        (normed * weight).to(out_ptr.dtype.element_ty),
+        mask=mask_e,
+    )
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0, is_rounded_first: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    is_rounded_first: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[..., E], x's type, from x [..., E] and weight [E]; see `rms_norm_reference`."""
-    run = launch_rms_norm if is_compiled_for(x) and 0 < x.shape[-1] <= MAX_WIDTH and x.numel() else rms_norm_reference
-    return run(x, weight, eps, offset=offset, is_rounded_first=is_rounded_first)
+    """[..., E], x's type, from x [..., E] and weight [E]; see `rms_norm_reference`.
+
+    Args:
+        out: where to write it: rows of a contiguous tensor, or as many of its columns.
+    """
+    if is_compiled_for(x) and 0 < x.shape[-1] <= MAX_WIDTH and x.numel():
+        return launch_rms_norm(x, weight, eps, offset=offset, is_rounded_first=is_rounded_first, out=out)
+    normed = rms_norm_reference(x, weight, eps, offset=offset, is_rounded_first=is_rounded_first)
+    return normed if out is None else out.copy_(normed)
 
 
 def launch_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0, is_rounded_first: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    is_rounded_first: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`rms_norm` by the kernel."""
     E = x.shape[-1]
@@ -94,7 +117,10 @@ def launch_rms_norm(
     alignment = math.gcd(E, 16 // x.element_size())
     if rows.stride(2) != 1 or rows.stride(0) % alignment or rows.stride(1) % alignment or rows.data_ptr() % 16:
         rows = rows.clone(memory_format=torch.contiguous_format)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    out_rows = out.view(-1, out.shape[-1]) if out.is_contiguous() else out.flatten(0, -2)
+    assert out.shape == x.shape and out.stride(-1) == 1 and out_rows.data_ptr() == out.data_ptr(), (out.shape, out.stride())
+    assert out_rows.stride(0) % alignment == 0 and out.data_ptr() % 16 == 0, out.stride()
     block_e = triton.next_power_of_2(E)
     _rms_norm_kernel[(rows.shape[0] * rows.shape[1],)](
         rows,
@@ -103,6 +129,7 @@ def launch_rms_norm(
         rows.shape[1],
         rows.stride(0),
         rows.stride(1),
+        out_rows.stride(0),
         eps,
         offset,
         E=E,

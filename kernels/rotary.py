@@ -30,7 +30,7 @@ def _load_halves(ptrs, HALF: tl.constexpr, mask):
     return _load(ptrs, mask), _load(ptrs + HALF, mask)
 
 
-@jit(do_not_specialize=("stride_row", "stride_cos_b", "num_nodes"))
+@jit(do_not_specialize=("stride_row", "stride_cos_b", "stride_cos_n", "num_nodes"))
 def _rotary_store_kernel(
     qkv_ptr,
     cos_ptr,
@@ -44,6 +44,7 @@ def _rotary_store_kernel(
     num_nodes,
     stride_row,
     stride_cos_b,
+    stride_cos_n,
     eps,
     offset,
     IS_ROUNDED_FIRST: tl.constexpr,
@@ -63,7 +64,7 @@ def _rotary_store_kernel(
     second = tl.load(x_ptr + HALF, mask=mask, other=0.0)
     dtype = first.dtype
     # cos and sin repeat themselves in the second half.
-    angle = row // num_nodes * stride_cos_b + row % num_nodes * D + offs_d
+    angle = row // num_nodes * stride_cos_b + row % num_nodes * stride_cos_n + offs_d
     cos, sin = _load(cos_ptr + angle, offs_d < HALF), _load(sin_ptr + angle, offs_d < HALF)
     a, b = first.to(tl.float32), second.to(tl.float32)
     if query_norm_ptr is not None:
@@ -122,7 +123,7 @@ def launch_rotary_store(
     _, G, D = key_cache.shape
     H = qkv.shape[2] // D - 2 * G
     assert key_cache.is_contiguous() and value_cache.is_contiguous() and value_cache.shape == key_cache.shape
-    assert qkv.is_contiguous() and cos.stride()[1:] == (D, 1) and sin.stride() == cos.stride(), (qkv.stride(), cos.stride())
+    assert qkv.is_contiguous() and cos.stride(2) == 1 and sin.stride() == cos.stride(), (qkv.stride(), cos.stride())
     assert qkv.dtype == key_cache.dtype and len(slots) == B * N
     if head_norms is not None:
         assert all(norm.weight.shape == (D,) and norm.weight.is_contiguous() for norm in head_norms), head_norms
@@ -142,6 +143,7 @@ def launch_rotary_store(
         qkv.shape[2],
         # One row of angles may serve all texts.
         cos.stride(0) if len(cos) > 1 else 0,
+        cos.stride(1),
         0.0 if head_norms is None else head_norms[0].eps,
         0.0 if head_norms is None else head_norms[0].offset,
         IS_ROUNDED_FIRST=head_norms is not None and head_norms[0].is_rounded_first,

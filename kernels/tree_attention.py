@@ -39,7 +39,7 @@ import torch.nn.functional as F
 
 from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
 from selfspec.kernels.linear import MAX_ROWS
-from selfspec.kernels.reference import slots_of, tree_attention_reference
+from selfspec.kernels.reference import path_attention_reference, slots_of, tree_attention_reference
 
 # Keys a split. Like the tile of a decoding pass it may not depend on a pass's sizes, for the sake of equal bits.
 SPLIT = 128
@@ -74,9 +74,10 @@ class TreeLayout:
         block_tables: [B, M] int64.
         lengths: [B] int64, T of each row; `host_lengths` is the same on the host, None where the host does not know them.
         depths: [B, M] int64, of the tree's stored nodes; a pass queries the last N of them.
-        ancestor_mask: [B, N, M] bool.
+        ancestor_mask: [B, N, M] bool; None where `paths` says the same.
         row_slots: per row, the slots of its T + M keys in storage order: a slice where they are consecutive. For CPU only.
         max_depth: no node is deeper, K; None for no better bound than M - 1.
+        paths: `path_slots`, where they are known; they may be longer.
         is_chain: every row is one path in storage order, padding only behind it. A padding node of a chain may then get
             another result than the formula's, which nobody reads.
     """
@@ -85,11 +86,12 @@ class TreeLayout:
     lengths: torch.Tensor
     host_lengths: list[int] | None
     depths: torch.Tensor
-    ancestor_mask: torch.Tensor
+    ancestor_mask: torch.Tensor | None
     block_size: int
     row_slots: list[slice | torch.Tensor] | None = None
     max_depth: int | None = None
     is_chain: bool = False
+    paths: torch.Tensor | None = None
     _biases: dict[tuple[int, int | None, int, torch.dtype], torch.Tensor | None] = field(default_factory=dict)
 
     @property
@@ -107,6 +109,9 @@ class TreeLayout:
 
         Past its own depth a node's entries mean nothing.
         """
+        if self.paths is not None:
+            return self.paths
+        assert self.ancestor_mask is not None
         B, N, M = self.ancestor_mask.shape
         K = self.depth_bound
         nodes = torch.arange(M, device=self.depths.device).expand(B, M)
@@ -124,7 +129,7 @@ class TreeLayout:
         return self._biases[key]
 
     def _make_bias(self, row: int, sliding_window: int | None, num_groups: int, dtype: torch.dtype) -> torch.Tensor | None:
-        assert self.host_lengths is not None
+        assert self.host_lengths is not None and self.ancestor_mask is not None
         _, N, M = self.ancestor_mask.shape
         T = self.host_lengths[row]
         if N == M == 1 and (sliding_window is None or T < sliding_window):
@@ -350,6 +355,13 @@ def tree_attention(
     """[B, N, H, Dv] from query [B, H, N, D] and one layer's pool; see `tree_attention_reference` for the arguments."""
     if is_compiled_for(query):
         return launch_tree_attention(query, key_cache, value_cache, layout, scaling, sliding_window, softcap, sinks)
+    if layout.ancestor_mask is None:
+        assert layout.paths is not None and sliding_window is None and softcap is None and sinks is None
+        lengths, depths = layout.lengths, layout.depths[:, -query.shape[2] :]
+        tables = layout.block_tables
+        return path_attention_reference(
+            query, key_cache, value_cache, tables, lengths, depths, layout.paths, layout.block_size, scaling
+        )
     if softcap is None and sinks is None and layout.row_slots is not None:
         return _attend_row_by_row(query, key_cache, value_cache, layout, scaling, sliding_window)
     return tree_attention_reference(

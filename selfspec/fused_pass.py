@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from selfspec.attention import AttentionOptions, TreePass
-from selfspec.fusing import FusedGatedMLP, FusedLinear, FusedRMSNorm
+from selfspec.fusing import FusedGatedMLP, FusedLinear, FusedRMSNorm, norm_of
 from selfspec.kernels.linear import Norm, begin_norm, linear, linear_before_norm, normed_gated_linear, normed_linear
 from selfspec.kernels.rotary import rotary_store
 from selfspec.kernels.tree_attention import tree_attention
@@ -43,7 +43,7 @@ def fuse_layers(layers: list[nn.Module], options: dict[int, AttentionOptions]) -
     """
     if not all(_is_common(layer) for layer in layers):
         return None
-    norms = [_norm_of(layer.input_layernorm) for layer in layers]
+    norms = [norm_of(layer.input_layernorm) for layer in layers]
     for number, layer in enumerate(layers):
         next_norm = norms[number + 1] if number + 1 < len(layers) else None
         layer.forward = MethodType(_forward_of(layer, options[number], norms[number], next_norm), layer)
@@ -79,10 +79,6 @@ def _is_common(layer: nn.Module) -> bool:
     )
 
 
-def _norm_of(module: Any) -> Norm:
-    return Norm.of(module.weight, module.eps, **module.rule)
-
-
 def _forward_of(layer: Any, options: AttentionOptions, norm: Norm, next_norm: Norm | None) -> Callable[..., Any]:
     """A layer's forward that knows tree passes. What it does not know goes to its own.
 
@@ -93,10 +89,10 @@ def _forward_of(layer: Any, options: AttentionOptions, norm: Norm, next_norm: No
     attention, mlp = layer.self_attn, layer.mlp
     qkv_proj, o_proj = attention.q_proj.merged, attention.o_proj
     gate_up_proj, down_proj = mlp.gate_proj.merged, mlp.down_proj
-    post_attention_norm = _norm_of(layer.post_attention_layernorm)
+    post_attention_norm = norm_of(layer.post_attention_layernorm)
     head_norms = None
     if hasattr(attention, "q_norm"):
-        head_norms = _norm_of(attention.q_norm), _norm_of(attention.k_norm)
+        head_norms = norm_of(attention.q_norm), norm_of(attention.k_norm)
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         tree_pass: TreePass | None = kwargs.get("tree_pass")

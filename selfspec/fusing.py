@@ -23,7 +23,7 @@ from torch import nn
 from selfspec.kernels.gated_activation import gated_silu
 from selfspec.kernels.jit import is_compiled_for
 from selfspec.kernels.linear import linear
-from selfspec.kernels.rms_norm import rms_norm
+from selfspec.kernels.rms_norm import Norm, rms_norm
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,11 @@ class FusedRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps, **self.rule)
+
+
+def norm_of(module: Any) -> Norm:
+    """A fused norm, as other kernels take it along."""
+    return Norm.of(module.weight, module.eps, **module.rule)
 
 
 class FusedGatedMLP(nn.Module):

@@ -6,24 +6,29 @@ full acceptance and one that is off by a position does not. [H6] [T2]
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import tiny_model, tiny_target
+from support import random_prompts, tiny_model, tiny_target
 
 from selfspec import SamplingParams, Target, generate
 from selfspec.drafters.eagle import EagleDrafter
 from selfspec.drafters.medusa import MedusaDrafter
+from selfspec.fusing import fuse
+from selfspec.graphs import Graphs
 from selfspec.heads.base import DraftHead, TargetIdentity
 from selfspec.heads.eagle import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
+from selfspec.sequence import Batch
 from selfspec.target import FINAL
 from selfspec.train.losses import eagle_loss, medusa_loss
 from selfspec.train.module import HeadTraining
 from selfspec.train.positions import future_mask
+from selfspec.tree import CandidateTree
 
 V = 32
 
@@ -427,3 +432,53 @@ def test_another_target_is_refused_by_name() -> None:
     # The same weights in another dtype are the same target.
     model = tiny_model("llama").to(torch.bfloat16)
     ours.check(TargetIdentity.of(model, None, name="bf16"))
+
+
+def proposals(drafter: EagleDrafter, target: Target, monkeypatch: pytest.MonkeyPatch) -> list[CandidateTree]:
+    """Every tree that it proposes for a batch of prompts, and for rows that join later."""
+    trees: list[CandidateTree] = []
+    propose = drafter.propose
+
+    def recorded(batch: Batch, num_draft_tokens: int) -> CandidateTree:
+        trees.append(propose(batch, num_draft_tokens))
+        return trees[-1]
+
+    monkeypatch.setattr(drafter, "propose", recorded)
+    prompts, sampling = random_prompts(5, (1, 40), seed=5), SamplingParams(max_new_tokens=12, ignore_eos=True)
+    generate(target, prompts, drafter=drafter, sampling=sampling, batch_size=3, use_cost_guard=False)
+    return trees
+
+
+@pytest.mark.parametrize("is_rehearsed", [False, True], ids=["passes", "graphs"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"has_fc_norm": False, "feeds_normed": False}, {"has_qkv_bias": True, "has_o_bias": True}], ids=str
+)
+def test_a_fused_head_drafts_the_same_trees(
+    changes: dict[str, object], is_rehearsed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a few launches a pass, with paths instead of ancestor masks."""
+    target = tiny_target("llama")
+    if is_rehearsed:
+        target.graphs = Graphs(target.device, is_rehearsal=True)
+    head = eagle_head(target, feature_layers=(1, 2, 3), draft_vocab_size=20, has_lm_head=False, **changes).eval()
+    head.initialise(target.model, torch.arange(3, 23))
+    settings = {"num_draft_tokens": 4, "num_nodes": 12, "width": 3}
+    plain = EagleDrafter(target, copy.deepcopy(head), **settings)
+    monkeypatch.setattr("selfspec.drafters.eagle.lay_out", fuse)
+    fused = EagleDrafter(target, copy.deepcopy(head), **settings)
+    assert plain._pass is None and fused._pass is not None
+    trees = [proposals(drafter, target, monkeypatch) for drafter in (plain, fused)]
+    assert len(trees[0]) == len(trees[1]) > 20
+    for theirs, ours in zip(*trees, strict=True):
+        assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.parents, theirs.parents)
+        # Without drafts it is a bare root.
+        assert (ours.scores is None) == (theirs.scores is None) == (ours.num_nodes == 1)
+        if ours.scores is not None:
+            torch.testing.assert_close(ours.scores, theirs.scores, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{"has_qk_norm": True}, {"norm_before_residual": True}], ids=str)
+def test_other_kinds_of_heads_keep_their_own_pass(changes: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("llama")
+    monkeypatch.setattr("selfspec.drafters.eagle.lay_out", fuse)
+    assert EagleDrafter(target, eagle_head(target, feature_layers=(1, 2, 3), **changes).eval())._pass is None

@@ -18,7 +18,8 @@ from torch import nn
 
 from selfspec.cache import CacheRow, KVCache, KVShape, Places
 from selfspec.drafters.base import Drafter
-from selfspec.drafters.growth import grow, spread, tree_by_graph
+from selfspec.drafters.eagle_pass import EaglePass, Growth
+from selfspec.drafters.growth import Pass, grow, spread, tree_by_graph
 from selfspec.graphs import NODE_BUCKETS, ROW_BUCKETS, bucket, column_bucket, fill_rows
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.kernels.tree_attention import tree_attention
@@ -81,6 +82,10 @@ class EagleDrafter(Drafter):
         shape = KVShape(1, config.num_kv_heads, config.head_dim, config.head_dim)
         self._cache = KVCache(shape, dtype=target.dtype, device=target.device)
         self._scaling = config.head_dim**-0.5
+        self._pass = None
+        if EaglePass.is_common(head, self._output_layer):
+            assert isinstance(head, EagleHead)
+            self._pass = EaglePass(head, self._output_layer, self._embed, self._cache)
         self._rows: dict[Sequence, _Row] = {}
 
     def admit(self, sequence: Sequence, features: Mapping[int, torch.Tensor]) -> None:
@@ -188,26 +193,29 @@ class EagleDrafter(Drafter):
             ids: as `_waiting_ids` gives them.
         """
         roots, tokens = ids[:, 0], ids[:, 1:]
-        outputs = self._enter(chain(tokens[:, 0], tokens[:, 1:]), places, self._fuse(waiting), tokens.shape[1])
-        last = ((tokens >= 0).sum(1) - 1)[:, None, None].expand(-1, 1, outputs[0].shape[-1])
-        normed, fed = (output.gather(1, last) for output in outputs)  # [A, 1, E] each
-        output = self._output_layer
+        entries, hidden = chain(tokens[:, 0], tokens[:, 1:]), self._fuse(waiting)
+        last = ((tokens >= 0).sum(1) - 1)[:, None, None]
 
-        def run(nodes: CandidateTree, num_new: int, parent: torch.Tensor) -> torch.Tensor:
-            nonlocal normed, fed
-            hidden = fed.gather(1, parent[:, :, None].expand(-1, -1, fed.shape[-1]))
-            normed, fed = self._enter(nodes, later, hidden, num_new)
-            return output(normed)
+        def last_of(outputs: torch.Tensor) -> torch.Tensor:
+            return outputs.gather(1, last.expand(-1, 1, outputs.shape[-1]))
 
-        return grow(
-            roots,
-            output(normed),
-            run,
-            depth=depth,
-            width=self.width,
-            num_nodes=self.num_nodes,
-            token_ids=self._draft_ids,
-        )
+        run: Pass
+        if self._pass is not None:
+            layout, slots = self._cache.layout(places, entries)
+            angles = self._pass.angles(layout.lengths[:, None] + entries.depths)
+            logits, fed = (last_of(each) for each in self._pass(hidden, tokens.clamp(min=0), angles, layout, slots))
+            run = Growth(self._pass, later, fed, depth=depth, width=self.width)
+        else:
+            normed, fed = (last_of(each) for each in self._enter(entries, places, hidden, tokens.shape[1]))
+            logits = self._output_layer(normed)
+
+            def run(nodes: CandidateTree, num_new: int, parent: torch.Tensor) -> torch.Tensor:
+                nonlocal fed
+                hidden = fed.gather(1, parent[:, :, None].expand(-1, -1, fed.shape[-1]))
+                normed, fed = self._enter(nodes, later, hidden, num_new)
+                return self._output_layer(normed)
+
+        return grow(roots, logits, run, depth=depth, width=self.width, num_nodes=self.num_nodes, token_ids=self._draft_ids)
 
     def _fuse(self, waiting: torch.Tensor) -> torch.Tensor:
         """[A, N, E] from features side by side."""
