@@ -205,6 +205,41 @@ def _kept_tokens(
     return torch.zeros_like(is_kept).scatter_(-1, indices, is_kept)
 
 
+def grow_layer_reference(
+    logits: torch.Tensor,
+    beam: torch.Tensor,
+    beam_scores: torch.Tensor,
+    *,
+    num_children: int,
+    width: int,
+    first_node: int,
+    depth: int,
+    token_ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Give every node of the beam its k likeliest children; the best of all of them are the next beam.
+
+    Args:
+        logits: [B, W, V].
+        beam, beam_scores: [B, W] the nodes' numbers in the tree, and the log-probabilities of their paths.
+        num_children: k, at most V.
+        width: of the next beam, W' = min(width, W * k).
+        first_node, depth: the first child's number in the tree, and the children's depth.
+        token_ids: [V] the target's id of each drafted one, where they differ.
+
+    Returns:
+        The fields of `tree_growth.Layer`.
+    """
+    B, W, _ = logits.shape
+    k = num_children
+    best = logits.float().log_softmax(-1).topk(k, dim=-1)
+    tokens = (best.indices if token_ids is None else token_ids[best.indices]).flatten(1)  # [B, W * k]
+    scores = (beam_scores[:, :, None] + best.values).flatten(1)
+    parents = beam.repeat_interleave(k, dim=1)
+    chosen = scores.topk(min(width, W * k), dim=1)
+    next_beam = torch.stack([first_node + chosen.indices, tokens.gather(1, chosen.indices), chosen.indices // k])
+    return torch.stack([tokens, parents, torch.full_like(tokens, depth)]), scores, next_beam, chosen.values
+
+
 def tree_accept_reference(
     tokens: torch.Tensor, parents: torch.Tensor, chosen: torch.Tensor, max_depth: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

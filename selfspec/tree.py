@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from selfspec.kernels.tree_growth import grow_layer
+
 
 @dataclass(frozen=True)
 class CandidateTree:
@@ -203,6 +205,30 @@ class TreeGrower:
         self.beam_scores = best.values
         self._num_nodes += W * k
         return self._tokens[-1].gather(1, best.indices), best.indices // k
+
+    def grow(
+        self, logits: torch.Tensor, num_children: int, token_ids: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`expand` by the likeliest children, from logits [B, W, V]; `token_ids` [V] are the target's, where they differ."""
+        layer = grow_layer(
+            logits,
+            self._beam,
+            self.beam_scores,
+            num_children=num_children,
+            width=self.width,
+            first_node=self._num_nodes,
+            depth=len(self._depths),
+            token_ids=token_ids,
+        )
+        tokens, parents, depths = layer.nodes
+        self._tokens.append(tokens)
+        self._parents.append(parents)
+        self._depths.append(depths)
+        self._scores.append(layer.scores)
+        self._num_nodes += tokens.shape[1]
+        self._beam, beam_tokens, beam_parents = layer.beam
+        self.beam_scores = layer.beam_scores
+        return beam_tokens, beam_parents
 
     def tree(self, num_nodes: int) -> CandidateTree:
         """The best `num_nodes` candidates, root included."""

@@ -5,6 +5,7 @@ The interpreter shows the logic, not the device's rounding: the tests marked `gp
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from selfspec.kernels import linear as linear_file
 from selfspec.kernels import row_sample as row_sample_file
 from selfspec.kernels import tree_attention as tree_attention_file
+from selfspec.kernels import tree_growth as tree_growth_file
 from selfspec.kernels.gated_activation import BLOCK_F, launch_gated_silu
 from selfspec.kernels.jit import jit, tl
 from selfspec.kernels.kv_compaction import MAX_PATH, launch_kv_compaction
@@ -25,6 +27,7 @@ from selfspec.kernels.linear import launch_linear, launch_linear_before_norm
 from selfspec.kernels.noise import Stream, gumbel, uniform
 from selfspec.kernels.reference import (
     gated_silu_reference,
+    grow_layer_reference,
     kv_compaction_reference,
     linear_reference,
     rms_norm_reference,
@@ -39,6 +42,7 @@ from selfspec.kernels.row_argmax import BLOCK_V, launch_row_argmax
 from selfspec.kernels.row_sample import launch_row_sample
 from selfspec.kernels.tree_accept import launch_tree_accept
 from selfspec.kernels.tree_attention import Tile, TreeLayout, launch_tree_attention
+from selfspec.kernels.tree_growth import launch_grow_layer
 from selfspec.tree import from_parents
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -374,6 +378,55 @@ def test_row_argmax_equals_its_twin(vocab_size: int, dtype: torch.dtype) -> None
 def test_row_argmax_is_torchs_where_rows_are_sound() -> None:
     logits = torch.randint(0, 9, (7, 300), generator=torch.Generator().manual_seed(0)).float()
     assert torch.equal(row_argmax_reference(logits)[0], logits.argmax(-1))
+
+
+GROWTH_SIZES = [(1, 1, 1), (12, 4, 4), (33, 3, 5), (70, 10, 10)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("vocab_size", "width", "num_children"),
+    [*GROWTH_SIZES, *(pytest.param(V, 10, 10, marks=pytest.mark.gpu) for V in (12_288, 128_256, 151_936))],
+)
+def test_a_grown_layer_is_the_twins(
+    vocab_size: int, width: int, num_children: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the root and from a full beam; vocabularies on and off the chunk, with words that cannot be; other ids."""
+    if not HAS_CUDA:
+        monkeypatch.setattr(tree_growth_file, "BLOCK_V", 16)
+    generator = torch.Generator(DEVICE).manual_seed(vocab_size)
+    for num_beam, shift in ((1, 0.0), (width, 300.0 if dtype == torch.float32 else 0.0)):
+        shape = (3, num_beam, vocab_size)
+        # No two alike in a node's row: which of them comes first is another test's.
+        order = torch.rand(shape, generator=generator, device=DEVICE).argsort(-1)
+        logits = (order.float() * (40 / vocab_size) + shift).to(torch.float32 if vocab_size > 70 else dtype)
+        if vocab_size > 20:
+            logits[:, :, 3] = -torch.inf
+        beam = torch.arange(num_beam, device=DEVICE).expand(3, num_beam) + 7
+        beam_scores = -torch.rand(3, num_beam, generator=generator, device=DEVICE)
+        ids = torch.randperm(2 * vocab_size, generator=generator, device=DEVICE)[:vocab_size]
+        for token_ids in (None, ids):
+            arguments = {"num_children": num_children, "width": width, "first_node": 50, "depth": 3, "token_ids": token_ids}
+            ours = launch_grow_layer(logits, beam, beam_scores, **arguments)
+            theirs = grow_layer_reference(logits, beam, beam_scores, **arguments)
+            for got, expected in zip(ours, theirs, strict=True):
+                assert got.dtype == expected.dtype
+                torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
+            assert (ours[1] <= beam_scores.repeat_interleave(num_children, dim=1)).all()
+
+
+def test_a_grown_layer_takes_the_first_of_equals() -> None:
+    """Among words, among children, and where nothing can be."""
+    logits = torch.zeros(1, 2, 9, device=DEVICE)
+    logits[0, 1] = torch.nan
+    beam = torch.tensor([[1, 2]], device=DEVICE)
+    nodes, scores, next_beam, next_scores = launch_grow_layer(
+        logits, beam, torch.zeros(1, 2, device=DEVICE), num_children=3, width=4, first_node=3, depth=2
+    )
+    assert nodes.tolist() == [[[0, 1, 2, 0, 1, 2]], [[1, 1, 1, 2, 2, 2]], [[2] * 6]]
+    torch.testing.assert_close(scores, torch.full_like(scores, -math.log(9)))
+    assert next_beam.tolist() == [[[3, 4, 5, 6]], [[0, 1, 2, 0]], [[0, 0, 0, 1]]]
+    assert torch.equal(next_scores, scores[:, :4])
 
 
 REAL_SHAPES = [(576, 576), (4096, 4096), (6144, 4096), (28_672, 4096), (4096, 14_336), (128_256, 4096)]

@@ -50,9 +50,8 @@ def grow(
 def expand(
     grower: TreeGrower, logits: torch.Tensor, width: int, token_ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Let the grower's beam have the `width` likeliest children each; see `TreeGrower.expand`."""
-    best = logits.float().log_softmax(-1).topk(min(width, logits.shape[-1]), dim=-1)
-    return grower.expand(best.indices if token_ids is None else token_ids[best.indices], best.values)
+    """Let the grower's beam have the `width` likeliest children each; see `TreeGrower.grow`."""
+    return grower.grow(logits, min(width, logits.shape[-1]), token_ids)
 
 
 def append(

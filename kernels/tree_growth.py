@@ -1,0 +1,224 @@
+# mypy: allow-untyped-defs
+"""One layer of a growing tree: the likeliest children of every node of the beam, and the best of them as the next beam.
+
+    score(child) = score(parent) + log softmax(logits of the parent)[child]
+
+Two launches: a program finds the greatest logits of a chunk of one node's vocabulary, with the chunk's share of the softmax;
+then one program a text merges the chunks and grows the layer. Of equal numbers the first counts as greater. NaN and -inf
+count as the least finite number.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
+from selfspec.kernels.reference import grow_layer_reference
+
+# Logits a program, and candidates that the second kernel has room for.
+BLOCK_V = 2048
+MAX_CANDIDATES = 1 << 15
+LEAST = -3.0e38
+
+
+class Layer(NamedTuple):
+    """What a beam of W nodes with k children each grows.
+
+    Attributes:
+        nodes: [3, B, W * k] int64: tokens, parents and depths of all children, a parent's side by side.
+        scores: [B, W * k] float32.
+        beam: [3, B, W'] int64: the next beam's nodes, their tokens, and each one's parent within the beam before.
+        beam_scores: [B, W'] float32, descending.
+    """
+
+    nodes: torch.Tensor
+    scores: torch.Tensor
+    beam: torch.Tensor
+    beam_scores: torch.Tensor
+
+
+@jit(do_not_specialize=("V",))
+def _top_of_chunk_kernel(logits_ptr, values_ptr, indices_ptr, max_ptr, sum_ptr, V, K: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Greatest K logits of a chunk, descending, with their vocabulary indices, and the chunk's maximum and sum of exp."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    offs_v = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
+    x = tl.load(logits_ptr + row * V + offs_v, mask=offs_v < V, other=-float("inf")).to(tl.float32)
+    # Past the end stays -inf: less than all that is there.
+    x = tl.where(offs_v < V, tl.where(x > LEAST, x, LEAST), -float("inf"))
+    part = row * tl.num_programs(1) + chunk
+    greatest = tl.max(x, 0)
+    tl.store(max_ptr + part, greatest)
+    tl.store(sum_ptr + part, tl.sum(tl.exp(x - greatest), 0))
+    for i in tl.static_range(K):
+        best = tl.max(x, 0)
+        at = tl.argmax(x, 0, tie_break_left=True)
+        tl.store(values_ptr + part * K + i, best)
+        tl.store(indices_ptr + part * K + i, chunk * BLOCK_V + at)
+        x = tl.where(offs_v == chunk * BLOCK_V + at, -float("inf"), x)
+
+
+@jit(do_not_specialize=("num_rows", "first_node", "depth", "num_chunks"))
+def _grow_layer_kernel(
+    values_ptr,
+    indices_ptr,
+    max_ptr,
+    sum_ptr,
+    token_ids_ptr,
+    beam_ptr,
+    beam_scores_ptr,
+    nodes_ptr,
+    scores_ptr,
+    next_beam_ptr,
+    next_scores_ptr,
+    num_rows,
+    first_node,
+    depth,
+    num_chunks,
+    LEAST: tl.constexpr,
+    W: tl.constexpr,
+    K: tl.constexpr,
+    NEXT_W: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_CK: tl.constexpr,
+):
+    b = tl.program_id(0)
+    offs_w = tl.arange(0, BLOCK_W)
+    mask_w = offs_w < W
+    row = b * W + offs_w
+    offs_c = tl.arange(0, BLOCK_C)
+    mask_c = mask_w[:, None] & (offs_c < num_chunks)
+    part_max = tl.load(max_ptr + row[:, None] * num_chunks + offs_c, mask=mask_c, other=LEAST)
+    part_sum = tl.load(sum_ptr + row[:, None] * num_chunks + offs_c, mask=mask_c, other=0.0)
+    row_max = tl.max(part_max, 1)
+    total = tl.sum(part_sum * tl.exp(part_max - row_max[:, None]), 1)
+    beam = tl.load(beam_ptr + row, mask=mask_w, other=0)
+    before = tl.load(beam_scores_ptr + row, mask=mask_w, other=0.0)
+    log_total = tl.log(tl.where(mask_w, total, 1.0))
+
+    offs_ck = tl.arange(0, BLOCK_CK)
+    candidates = row[:, None] * num_chunks * K + offs_ck
+    mask_ck = mask_w[:, None] & (offs_ck < num_chunks * K)
+    x = tl.load(values_ptr + candidates, mask=mask_ck, other=-float("inf"))
+    offs_k = tl.arange(0, BLOCK_K)
+    scores = tl.full([BLOCK_W, BLOCK_K], -float("inf"), tl.float32)
+    tokens = tl.zeros([BLOCK_W, BLOCK_K], tl.int64)
+    for i in tl.static_range(K):
+        best = tl.max(x, 1)
+        at = tl.argmax(x, 1, tie_break_left=True)
+        token = tl.load(indices_ptr + row * num_chunks * K + at, mask=mask_w, other=0).to(tl.int64)
+        if token_ids_ptr is not None:
+            token = tl.load(token_ids_ptr + token, mask=mask_w, other=0)
+        # What is added is never positive, rounding included.
+        score = before + ((best - row_max) - log_total)
+        child = row * K + i
+        tl.store(nodes_ptr + child, token, mask=mask_w)
+        tl.store(nodes_ptr + num_rows * W * K + child, beam, mask=mask_w)
+        tl.store(nodes_ptr + 2 * num_rows * W * K + child, beam * 0 + depth, mask=mask_w)
+        tl.store(scores_ptr + child, score, mask=mask_w)
+        is_here = mask_w[:, None] & (offs_k == i)
+        scores = tl.where(is_here, score[:, None], scores)
+        tokens = tl.where(is_here, token[:, None], tokens)
+        x = tl.where(offs_ck == at[:, None], -float("inf"), x)
+
+    # In the order of the children's numbers, with gaps.
+    flat_scores = tl.reshape(scores, (BLOCK_W * BLOCK_K,))
+    flat_tokens = tl.reshape(tokens, (BLOCK_W * BLOCK_K,))
+    offs = tl.arange(0, BLOCK_W * BLOCK_K)
+    for i in tl.static_range(NEXT_W):
+        at = tl.argmax(flat_scores, 0, tie_break_left=True)
+        parent = at // BLOCK_K
+        out = b * NEXT_W + i
+        tl.store(next_scores_ptr + out, tl.max(flat_scores, 0))
+        tl.store(next_beam_ptr + out, first_node + (parent * K + at % BLOCK_K).to(tl.int64))
+        tl.store(next_beam_ptr + num_rows * NEXT_W + out, tl.sum(tl.where(offs == at, flat_tokens, 0), 0))
+        tl.store(next_beam_ptr + 2 * num_rows * NEXT_W + out, parent.to(tl.int64))
+        flat_scores = tl.where(offs == at, -float("inf"), flat_scores)
+
+
+def grow_layer(
+    logits: torch.Tensor,
+    beam: torch.Tensor,
+    beam_scores: torch.Tensor,
+    *,
+    num_children: int,
+    width: int,
+    first_node: int,
+    depth: int,
+    token_ids: torch.Tensor | None = None,
+) -> Layer:
+    """The next layer of every text's tree. Arguments as in `grow_layer_reference`."""
+    W, V = logits.shape[1:]
+    num_candidates = triton.cdiv(V, BLOCK_V) * num_children * W if is_compiled_for(logits) else MAX_CANDIDATES
+    run = launch_grow_layer if num_candidates < MAX_CANDIDATES else grow_layer_reference
+    layer = run(
+        logits,
+        beam,
+        beam_scores,
+        num_children=num_children,
+        width=width,
+        first_node=first_node,
+        depth=depth,
+        token_ids=token_ids,
+    )
+    return Layer(*layer)
+
+
+def launch_grow_layer(
+    logits: torch.Tensor,
+    beam: torch.Tensor,
+    beam_scores: torch.Tensor,
+    *,
+    num_children: int,
+    width: int,
+    first_node: int,
+    depth: int,
+    token_ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`grow_layer` by the kernels."""
+    B, W, V = logits.shape
+    K, NEXT_W = num_children, min(width, W * num_children)
+    assert beam.shape == beam_scores.shape == (B, W) and 0 < K <= V, (logits.shape, beam.shape)
+    device = logits.device
+    C = triton.cdiv(V, BLOCK_V)
+    values = torch.empty(B * W, C, K, device=device)
+    indices = torch.empty(B * W, C, K, dtype=torch.int32, device=device)
+    part_max, part_sum = torch.empty(2, B * W, C, device=device)
+    _top_of_chunk_kernel[(B * W, C)](
+        logits.contiguous(), values, indices, part_max, part_sum, V, LEAST=LEAST, K=K, BLOCK_V=BLOCK_V, num_warps=4
+    )
+    nodes = torch.empty(3, B, W * K, dtype=torch.int64, device=device)
+    scores = torch.empty(B, W * K, device=device)
+    next_beam = torch.empty(3, B, NEXT_W, dtype=torch.int64, device=device)
+    next_scores = torch.empty(B, NEXT_W, device=device)
+    block_w, block_k = triton.next_power_of_2(W), triton.next_power_of_2(K)
+    _grow_layer_kernel[(B,)](
+        values,
+        indices,
+        part_max,
+        part_sum,
+        token_ids,
+        beam.contiguous(),
+        beam_scores.contiguous(),
+        nodes,
+        scores,
+        next_beam,
+        next_scores,
+        B,
+        first_node,
+        depth,
+        C,
+        LEAST=LEAST,
+        W=W,
+        K=K,
+        NEXT_W=NEXT_W,
+        BLOCK_W=block_w,
+        BLOCK_K=block_k,
+        BLOCK_C=triton.next_power_of_2(C),
+        BLOCK_CK=triton.next_power_of_2(C * K),
+        num_warps=4 if block_w * C * K <= 4096 else 16,
+    )
+    return nodes, scores, next_beam, next_scores
