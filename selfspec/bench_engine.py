@@ -12,17 +12,19 @@ drafts were accepted have ended, and the slowest decode alone.
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from selfspec.bench import PLAIN, environment
+from selfspec.bench import PLAIN, choose_prompts, environment
 from selfspec.config import SamplingParams
 from selfspec.drafters import Drafter
 from selfspec.engine import SpecEngine
 from selfspec.generation import Completion
+from selfspec.prompts import PromptRow
 from selfspec.sequence import Request
 from selfspec.target import Target
 
@@ -63,6 +65,17 @@ class Throughput:
     worst_ratio: float
     acceptance_length: float
     num_identical: int
+
+
+def mixed(rows: Sequence[PromptRow]) -> list[PromptRow]:
+    """Benchmark prompts in an order, always the same, that takes from every task its share in any stretch of it."""
+    shuffled = random.Random(0).sample(rows, len(rows))
+    places = {
+        row.id: (number + 0.5) / len(task)
+        for task in choose_prompts(shuffled, None).values()
+        for number, row in enumerate(task)
+    }
+    return sorted(shuffled, key=lambda row: places[row.id])
 
 
 def run(

@@ -234,6 +234,7 @@ def bench(
 def bench_engine(
     *,
     target: TargetOptions,
+    expand: ExpandOption = None,
     drafter: DrafterOption = "ngram",
     draft: DraftOptions,
     streams: Annotated[str, typer.Option("--streams", help="how many at once, several numbers with commas")] = "1,8,32,64",
@@ -252,20 +253,20 @@ def bench_engine(
     from selfspec import bench_engine as throughput
     from selfspec import display
 
-    rows = benchmark.read_benchmark(prompts)
+    rows = throughput.mixed(benchmark.read_benchmark(prompts))
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     with display.stage(f"loading {target.source}"):
-        model = _load(target)
-        loaded = draft.load(drafter, model)
-        if loaded is None:
-            raise ValueError("--drafter none is what the drafter is compared with: name another")
-        # Of every task as many as of the others, however few are used.
-        step = max(1, len(rows) // (max(counts) * rounds * (repeats + 1)))
-        prompt_ids = [model.encode(row.prompt) for row in rows[::step]]
+        loaded = load_for_bench(target, drafter, draft, expand)
+        if len(loaded.drafters) != 1:
+            raise ValueError(f"--drafter {drafter} is not one drafter to compare with plain decoding: name one")
+        model, [measured] = loaded.target, loaded.drafters.values()
+        assert measured is not None
+        encoded = [model.encode(row.prompt) for row in rows]
+        prompt_ids = [ids for ids in encoded if len(ids) + max_new_tokens <= model.context_length]
     with display.progress("measuring", len(counts) * (repeats + 1)) as advance:
         runs = throughput.run(
             model,
-            loaded,
+            measured,
             prompt_ids,
             streams=counts,
             num_repeats=repeats,
@@ -275,6 +276,8 @@ def bench_engine(
             on_run=advance,
         )
     display.show_throughput(throughput.summarise(runs), benchmark.environment(model))
+    for note in loaded.notes:
+        typer.echo(note)
     if output is not None:
         throughput.save(output, model, sampling, runs)
 

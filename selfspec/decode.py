@@ -297,8 +297,11 @@ class Scheduler:
         drafter.commit(batch, tree, acceptance, features)
         times.append(time.perf_counter())
         seconds = StepSeconds(*(end - start for start, end in pairwise(times)))
-        if self._num_captured == num_captured:
-            planner.observe(tree, facts, num_accepted, seconds.draft, seconds.verify + seconds.accept)
+        if planner.is_active:
+            # All that decides on the next step's size comes from here.
+            costs = self.target.agreed([self._num_captured == num_captured, seconds.draft, seconds.verify + seconds.accept])
+            if costs[0]:
+                planner.observe(tree, facts, num_accepted, *costs[1:])
         finished = [sequence for sequence in sequences if sequence.finish_reason is not None]
         for sequence in finished:
             self.cancel(sequence)

@@ -165,6 +165,16 @@ class Target:
             if self.device.type == "cuda" and not cache.num_used_blocks:
                 self._spare_cache = cache
 
+    def agreed(self, numbers: Sequence[float]) -> list[float]:
+        """The numbers themselves; where processes share the model (`tp_plan`), those of the first, the same for all."""
+        mesh = getattr(self.model, "_device_mesh", None)
+        if mesh is None:
+            return list(numbers)
+        group = (mesh["tp"] if mesh.mesh_dim_names else mesh).get_group()
+        shared = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        torch.distributed.broadcast(shared, group=group, group_src=0)
+        return shared.tolist()
+
     def encode(self, prompt: str | Sequence[dict[str, str]]) -> list[int]:
         """Token ids of raw text, or of chat messages through the chat template with the assistant's header open."""
         if self.tokenizer is None:

@@ -7,7 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from selfspec import SamplingParams, Target
-from selfspec.bench_engine import Run, run, summarise
+from selfspec.bench import read_benchmark
+from selfspec.bench_engine import Run, mixed, run, summarise
 from selfspec.cli import app
 from selfspec.drafters import NgramDrafter
 
@@ -63,11 +64,29 @@ def test_the_command_prints_a_table_and_writes_a_file(tiny_target_dir: Path, tmp
     assert [entry["num_streams"] for entry in record["summary"]] == [1, 2] and len(record["runs"]) == 8
 
 
+def test_an_expanded_target_is_measured_with_its_own_drafters(tiny_target_dir: Path, tmp_path: Path) -> None:
+    args = ["bench-engine", "--target", tiny_target_dir, "--expand", "256x4x512x32", "--drafter", "truncated:3"]
+    args += ["--streams", "2", "--repeats", 1, "--rounds", 2, "--max-new-tokens", 6, "--output", tmp_path / "out.json"]
+    result = CliRunner().invoke(app, [str(a) for a in args])
+    assert result.exit_code == 0, result.output
+    assert "Every figure is of an expanded model" in result.output and "1/1" in result.output
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert "expanded to 256x4x512x32" in record["environment"]["target"]
+
+
+def test_every_part_of_a_benchmark_has_all_tasks() -> None:
+    rows = mixed(read_benchmark("spec_bench"))
+    assert rows == mixed(read_benchmark("spec_bench")) and len({row.id for row in rows}) == 480
+    assert all(len({row.category for row in rows[start : start + 24]}) == 6 for start in range(0, 480, 24))
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--streams", "1,x"], "--streams '1,x' is not a list of whole numbers"),
-        (["--drafter", "none"], "--drafter none is what the drafter is compared with"),
+        (["--drafter", "none"], "--drafter none is not one drafter to compare with plain decoding"),
+        (["--drafter", "ngram,truncated:1"], "--drafter ngram,truncated:1 is not one drafter"),
+        (["--expand", "256x4x512x32", "--drafter", "early_exit"], "drafter 'early_exit' cannot be expanded"),
         (["--streams", "999"], "prompts are needed, and there are"),
     ],
 )

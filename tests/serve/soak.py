@@ -256,12 +256,15 @@ def main(
     clients: Annotated[int, typer.Option("--clients", help="how many at once")] = 24,
     drafter: Annotated[list[str] | None, typer.Option("--drafter", help="as of `selfspec serve`; repeatable")] = None,
     cases: Annotated[int, typer.Option("--cases", help="different requests")] = 24,
+    cache_tokens: Annotated[
+        int, typer.Option("--cache-tokens", help="of the KV cache; fewer where a tokenizer makes few tokens of the requests")
+    ] = CACHE_TOKENS,
 ) -> None:
     """Start a server, soak it, and end it."""
     drafters = drafter or ["ngram"]
     command = [sys.executable, "-m", "selfspec", "serve", "--target", target, "--device", "cpu", "--port", "0"]
     command += ["--served-name", "soaked", "--max-batch", str(MAX_BATCH), "--max-waiting", str(MAX_WAITING)]
-    command += ["--cache-tokens", str(CACHE_TOKENS), *(word for name in drafters for word in ("--drafter", name))]
+    command += ["--cache-tokens", str(cache_tokens), *(word for name in drafters for word in ("--drafter", name))]
     expected = make_cases(Target.from_pretrained(target, device="cpu"), cases)
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
