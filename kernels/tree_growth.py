@@ -39,8 +39,18 @@ class Layer(NamedTuple):
     beam_scores: torch.Tensor
 
 
-@jit(do_not_specialize=("V",))
-def _top_of_chunk_kernel(logits_ptr, values_ptr, indices_ptr, max_ptr, sum_ptr, V, K: tl.constexpr, BLOCK_V: tl.constexpr):
+@jit()
+def _top_of_chunk_kernel(
+    logits_ptr,
+    values_ptr,
+    indices_ptr,
+    max_ptr,
+    sum_ptr,
+    V,
+    LEAST: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
     """Greatest K logits of a chunk, descending, with their vocabulary indices, and the chunk's maximum and sum of exp."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offs_v = chunk * BLOCK_V + tl.arange(0, BLOCK_V)

@@ -19,7 +19,7 @@ import torch
 
 from selfspec.cache import CacheRow
 from selfspec.drafters.base import Drafter
-from selfspec.drafters.growth import grow, spread
+from selfspec.drafters.growth import grow, over_nodes, spread
 from selfspec.kernels.noise import Stream
 from selfspec.tree import CandidateTree, chain
 
@@ -110,6 +110,7 @@ class DraftModelDrafter(Drafter):
         return chain(batch.roots, tokens, draft_probs=torch.stack(probs, dim=1) if self.is_sampled else None)
 
     def _grow(self, roots: torch.Tensor, logits: torch.Tensor, rows: list[CacheRow], depth: int) -> CandidateTree:
+        @over_nodes
         def run(nodes: CandidateTree, num_new: int, parent: torch.Tensor) -> torch.Tensor:
             return fit_vocab(self.draft.extend(nodes, rows, self._cache, num_new), self.vocab_size)
 

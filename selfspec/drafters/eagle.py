@@ -19,7 +19,7 @@ from torch import nn
 from selfspec.cache import CacheRow, KVCache, KVShape, Places
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.eagle_pass import EaglePass, Growth
-from selfspec.drafters.growth import Pass, grow, spread, tree_by_graph
+from selfspec.drafters.growth import LayerPass, grow, over_nodes, spread, tree_by_graph
 from selfspec.graphs import NODE_BUCKETS, ROW_BUCKETS, bucket, column_bucket, fill_rows
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.kernels.tree_attention import tree_attention
@@ -199,7 +199,7 @@ class EagleDrafter(Drafter):
         def last_of(outputs: torch.Tensor) -> torch.Tensor:
             return outputs.gather(1, last.expand(-1, 1, outputs.shape[-1]))
 
-        run: Pass
+        run: LayerPass
         if self._pass is not None:
             layout, slots = self._cache.layout(places, entries)
             angles = self._pass.angles(layout.lengths[:, None] + entries.depths)
@@ -209,6 +209,7 @@ class EagleDrafter(Drafter):
             normed, fed = (last_of(each) for each in self._enter(entries, places, hidden, tokens.shape[1]))
             logits = self._output_layer(normed)
 
+            @over_nodes
             def run(nodes: CandidateTree, num_new: int, parent: torch.Tensor) -> torch.Tensor:
                 nonlocal fed
                 hidden = fed.gather(1, parent[:, :, None].expand(-1, -1, fed.shape[-1]))

@@ -19,7 +19,6 @@ from selfspec.kernels.reference import slots_of
 from selfspec.kernels.rms_norm import rms_norm
 from selfspec.kernels.rotary import rotary_store
 from selfspec.kernels.tree_attention import TreeLayout, tree_attention
-from selfspec.tree import CandidateTree
 
 
 class EaglePass:
@@ -112,34 +111,34 @@ class Growth:
         self._fed = last
         self._depth = depth
         device = last.device
-        self._cos, self._sin = eagle.angles(places.lengths[:, None] + torch.arange(depth, device=device))
+        A = len(last)
+        at = torch.arange(depth, device=device)
+        self._depths = at[:, None, None].expand(depth, A, width).contiguous()
+        self._cos, self._sin = eagle.angles(places.lengths[:, None] + at)
         nodes = torch.arange(depth * width, device=device)
         self._slots = slots_of(places.block_tables, places.lengths[:, None] + nodes, eagle.cache.block_size)
-        self._paths: torch.Tensor | None = None
+        self._paths = self._slots.new_zeros(A, 1, depth)
+        self._at = self._num_nodes = 0
 
-    def __call__(self, nodes: CandidateTree, num_new: int, parent: torch.Tensor) -> torch.Tensor:
-        """Logits of the newest layer; see `growth.Pass`."""
-        A, W = parent.shape
-        at, first = nodes.max_depth, nodes.num_nodes - num_new
-        own = self._slots[:, first : first + W]
-        if self._paths is None:
-            paths = own.new_zeros(A, W, self._depth)
-        else:
-            paths = self._paths.gather(1, parent[:, :, None].expand(-1, -1, self._depth))
-        paths[:, :, at] = own
-        self._paths = paths
+    def __call__(self, tokens: torch.Tensor, parent: torch.Tensor) -> torch.Tensor:
+        """Logits of the newest layer; see `growth.LayerPass`."""
+        W, at = tokens.shape[1], self._at
+        own = self._slots[:, self._num_nodes : self._num_nodes + W]
+        # A node's path is its parent's, and itself.
+        self._paths = self._paths.gather(1, parent[:, :, None].expand(-1, -1, self._depth))
+        self._paths[:, :, at] = own
         layout = TreeLayout(
             self._places.block_tables,
             self._places.lengths,
             None if self._places.rows is None else [row.length for row in self._places.rows],
-            nodes.depths,
+            self._depths[at, :, :W],
             None,
             self._eagle.cache.block_size,
             max_depth=at,
-            paths=paths,
+            paths=self._paths,
         )
         hidden = self._fed.gather(1, parent[:, :, None].expand(-1, -1, self._fed.shape[2]))
         angles = self._cos[:, at, None].expand(-1, W, -1), self._sin[:, at, None].expand(-1, W, -1)
-        tokens = nodes.tokens[:, first:]
         logits, self._fed = self._eagle(hidden, tokens, angles, layout, own.reshape(-1))
+        self._at, self._num_nodes = at + 1, self._num_nodes + W
         return logits

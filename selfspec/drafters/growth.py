@@ -13,14 +13,16 @@ import torch
 from selfspec.graphs import Graphs
 from selfspec.tree import CandidateTree, TreeGrower
 
-# (all nodes so far, how many of them are new, each new node's parent [B, W] within the layer before) -> logits [B, W, V].
-Pass = Callable[[CandidateTree, int, torch.Tensor], torch.Tensor]
+# (the newest layer's tokens [B, W], each one's parent [B, W] within the layer before) -> logits [B, W, V].
+LayerPass = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# (all nodes so far, how many of them are new, parents as above) -> logits.
+NodesPass = Callable[[CandidateTree, int, torch.Tensor], torch.Tensor]
 
 
 def grow(
     roots: torch.Tensor,
     logits: torch.Tensor,
-    run: Pass,
+    run: LayerPass,
     *,
     depth: int,
     width: int,
@@ -36,15 +38,25 @@ def grow(
         token_ids: [V] the target's id of each drafted one, where they differ.
     """
     grower = TreeGrower(roots, width)
-    nodes: CandidateTree | None = None
-    width_before = 1
     for at in range(1, depth + 1):
         tokens, parent = expand(grower, logits, width, token_ids)
         if at < depth:
-            nodes = append(nodes, tokens, parent, width_before=width_before)
-            width_before = tokens.shape[1]
-            logits = run(nodes, width_before, parent)
+            logits = run(tokens, parent)
     return grower.tree(num_nodes)
+
+
+def over_nodes(run: NodesPass) -> LayerPass:
+    """A pass that is given all nodes so far, as one that is given layers, from the first on."""
+    nodes: CandidateTree | None = None
+    width_before = 1
+
+    def run_layer(tokens: torch.Tensor, parent: torch.Tensor) -> torch.Tensor:
+        nonlocal nodes, width_before
+        nodes = append(nodes, tokens, parent, width_before=width_before)
+        width_before = tokens.shape[1]
+        return run(nodes, width_before, parent)
+
+    return run_layer
 
 
 def expand(
