@@ -10,11 +10,13 @@ count as the least finite number.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
+from selfspec.kernels.linear import MAX_ROWS
 from selfspec.kernels.reference import grow_layer_reference
 
 # Logits a program, and candidates that the second kernel has room for.
@@ -161,9 +163,10 @@ def grow_layer(
     token_ids: torch.Tensor | None = None,
 ) -> Layer:
     """The next layer of every text's tree. Arguments as in `grow_layer_reference`."""
-    W, V = logits.shape[1:]
-    num_candidates = triton.cdiv(V, BLOCK_V) * num_children * W if is_compiled_for(logits) else MAX_CANDIDATES
-    run = launch_grow_layer if num_candidates < MAX_CANDIDATES else grow_layer_reference
+    B, W, V = logits.shape
+    run: Callable[..., tuple[torch.Tensor, ...]] = grow_layer_reference
+    if is_compiled_for(logits) and B * W <= MAX_ROWS and triton.cdiv(V, BLOCK_V) * num_children * W <= MAX_CANDIDATES:
+        run = launch_grow_layer
     layer = run(
         logits,
         beam,

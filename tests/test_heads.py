@@ -456,7 +456,7 @@ def proposals(drafter: EagleDrafter, target: Target, monkeypatch: pytest.MonkeyP
 def test_a_fused_head_drafts_the_same_trees(
     changes: dict[str, object], is_rehearsed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a few launches a pass, with paths instead of ancestor masks."""
+    """In a few launches a pass, with paths instead of ancestor masks; and batches of more rows than it is for."""
     target = tiny_target("llama")
     if is_rehearsed:
         target.graphs = Graphs(target.device, is_rehearsal=True)
@@ -465,16 +465,61 @@ def test_a_fused_head_drafts_the_same_trees(
     settings = {"num_draft_tokens": 4, "num_nodes": 12, "width": 3}
     plain = EagleDrafter(target, copy.deepcopy(head), **settings)
     monkeypatch.setattr("selfspec.drafters.eagle.lay_out", fuse)
+    monkeypatch.setattr("selfspec.drafters.eagle.MAX_ROWS", 18)
     fused = EagleDrafter(target, copy.deepcopy(head), **settings)
     assert plain._pass is None and fused._pass is not None
-    trees = [proposals(drafter, target, monkeypatch) for drafter in (plain, fused)]
-    assert len(trees[0]) == len(trees[1]) > 20
-    for theirs, ours in zip(*trees, strict=True):
-        assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.parents, theirs.parents)
+    theirs, ours = (proposals(drafter, target, monkeypatch) for drafter in (plain, fused))
+    assert_same_trees(ours, theirs, tolerance=1e-4)
+
+
+def assert_same_trees(ours: list[CandidateTree], theirs: list[CandidateTree], *, tolerance: float) -> None:
+    assert len(ours) == len(theirs) > 20
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine.tokens, other.tokens) and torch.equal(mine.parents, other.parents)
         # Without drafts it is a bare root.
-        assert (ours.scores is None) == (theirs.scores is None) == (ours.num_nodes == 1)
-        if ours.scores is not None:
-            torch.testing.assert_close(ours.scores, theirs.scores, atol=1e-4, rtol=1e-4)
+        assert (mine.scores is None) == (other.scores is None) == (mine.num_nodes == 1)
+        if mine.scores is not None:
+            torch.testing.assert_close(mine.scores, other.scores, atol=tolerance, rtol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def aligned() -> tuple[Target, torch.Tensor, EagleHead]:
+    """An automaton, its successors, and a head that foresees it."""
+    target, successor = automaton()
+    head = eagle_head(target)
+    trained_on(target, head, steps=150)
+    return target, successor, head.eval()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", torch.float32),
+        pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("batch_size", [1, 3, 40, 64])
+def test_an_aligned_head_is_right_in_any_batch(
+    batch_size: int,
+    device: str,
+    dtype: torch.dtype,
+    aligned: tuple[Target, torch.Tensor, EagleHead],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """[T2] By the fused pass and by graphs, with wide trees, on either side of the rows that they are for."""
+    source, successor, head = aligned
+    if device == "cpu":
+        monkeypatch.setattr("selfspec.drafters.eagle.lay_out", fuse)
+    target = Target(copy.deepcopy(source.model).to(device, dtype))
+    target.graphs = Graphs(target.device, is_rehearsal=device == "cpu")
+    drafter = EagleDrafter(target, copy.deepcopy(head), num_draft_tokens=4, width=6, num_nodes=32)
+    assert (drafter._pass is not None) is (device == "cpu" or dtype == torch.bfloat16)
+    prompts = [text_of(successor, 3 + number % 29) for number in range(2 * batch_size)]
+    got = generate(target, prompts, drafter=drafter, sampling=GREEDY, batch_size=batch_size, use_cost_guard=False)
+    lengths = [completion.acceptance_length for completion in got]
+    assert sum(lengths) / len(lengths) > 4.8
 
 
 @pytest.mark.parametrize("changes", [{"has_qk_norm": True}, {"norm_before_residual": True}], ids=str)

@@ -396,14 +396,14 @@ def test_a_grown_layer_is_the_twins(
         monkeypatch.setattr(tree_growth_file, "BLOCK_V", 16)
     generator = torch.Generator(DEVICE).manual_seed(vocab_size)
     for num_beam, shift in ((1, 0.0), (width, 300.0 if dtype == torch.float32 else 0.0)):
-        shape = (3, num_beam, vocab_size)
-        # No two alike in a node's row: which of them comes first is another test's.
-        order = torch.rand(shape, generator=generator, device=DEVICE).argsort(-1)
-        logits = (order.float() * (40 / vocab_size) + shift).to(torch.float32 if vocab_size > 70 else dtype)
+        # The greatest lie half a unit apart, in another order for each node, and no two paths are equally likely: which of
+        # equals comes first is another test's.
+        rank = torch.rand(3, num_beam, vocab_size, generator=generator, device=DEVICE).argsort(-1).argsort(-1)
+        logits = ((rank - vocab_size) * 0.5).clamp(min=-20).to(dtype) + shift
         if vocab_size > 20:
             logits[:, :, 3] = -torch.inf
         beam = torch.arange(num_beam, device=DEVICE).expand(3, num_beam) + 7
-        beam_scores = -torch.rand(3, num_beam, generator=generator, device=DEVICE)
+        beam_scores = -0.03 * torch.arange(num_beam, device=DEVICE).expand(3, num_beam).float()
         ids = torch.randperm(2 * vocab_size, generator=generator, device=DEVICE)[:vocab_size]
         for token_ids in (None, ids):
             arguments = {"num_children": num_children, "width": width, "first_node": 50, "depth": 3, "token_ids": token_ids}

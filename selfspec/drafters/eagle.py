@@ -22,6 +22,7 @@ from selfspec.drafters.eagle_pass import EaglePass, Growth
 from selfspec.drafters.growth import LayerPass, grow, over_nodes, spread, tree_by_graph
 from selfspec.graphs import NODE_BUCKETS, ROW_BUCKETS, bucket, column_bucket, fill_rows
 from selfspec.heads.eagle import Eagle1Head, EagleHead
+from selfspec.kernels.linear import MAX_ROWS
 from selfspec.kernels.tree_attention import tree_attention
 from selfspec.loading import lay_out
 from selfspec.target import Target
@@ -200,7 +201,7 @@ class EagleDrafter(Drafter):
             return outputs.gather(1, last.expand(-1, 1, outputs.shape[-1]))
 
         run: LayerPass
-        if self._pass is not None:
+        if self._pass is not None and len(ids) * max(entries.num_nodes, self.width) <= MAX_ROWS:
             layout, slots = self._cache.layout(places, entries)
             angles = self._pass.angles(layout.lengths[:, None] + entries.depths)
             logits, fed = (last_of(each) for each in self._pass(hidden, tokens.clamp(min=0), angles, layout, slots))

@@ -2,6 +2,7 @@
 
 Where `fuse` has merged a head's layers, and the head is of the common kind, a pass over a drafted layer takes fifteen
 launches. Nodes come with the paths that attention reads, one entry longer than their parents'; no ancestor mask is made.
+It is for the few rows of decoding, as the kernels are; larger batches, and float32 on a GPU, go the general way.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class EaglePass:
     def is_common(head: EagleHead | Eagle1Head, output: nn.Module) -> bool:
         """Whether the pass knows all that the head has."""
         if not isinstance(head, EagleHead) or head.config.has_qk_norm or head.config.norm_before_residual:
+            return False
+        if head.norm.weight.is_cuda and head.norm.weight.dtype == torch.float32:
             return False
         layer = head.midlayer
         merged = [getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")]
