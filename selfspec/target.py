@@ -196,12 +196,15 @@ class Target:
         features: Sequence[int] = (),
         chunk_size: int = 512,
     ) -> dict[int, torch.Tensor]:
-        """Commit `token_ids [T]` to a row's prefix, a chunk at a time; returns the features asked for, each [1, T, E]."""
+        """Commit `token_ids [T]` to a row's prefix, a chunk at a time; returns the features asked for, each [1, T, E].
+
+        Chunks are of at most `max_rows` tokens: however a text is cut, or its beginning shared, its KV has the same bits.
+        """
         if not len(token_ids):
             nothing = torch.zeros(1, 0, self.config.hidden_size, dtype=self.dtype, device=self.device)
             return dict.fromkeys(features, nothing)
         parts: list[dict[int, torch.Tensor]] = []
-        for tokens in token_ids.split(chunk_size):
+        for tokens in token_ids.split(min(chunk_size, self.max_rows)):
             tree = chain(tokens[:1], tokens[None, 1:])
             parts.append(self._forward(tree, [row], cache, features, logits_to_keep=1).features)
             cache.advance(row, len(tokens))

@@ -232,6 +232,25 @@ def test_a_fused_target_gives_the_same_bits_for_any_number_of_nodes(family: str)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3", "gemma2"])
+def test_a_prefix_has_the_same_bits_however_it_is_cut(family: str) -> None:
+    """[N1] read at once, in chunks, or partly by decoding: the next tree's logits do not tell."""
+    model = tiny_model(family, max_position_embeddings=2048).to("cuda", torch.bfloat16)
+    fuse(model)
+    target = Target(model)
+    ids = (torch.arange(700, device="cuda") * 7 + 3) % 61
+    tree = from_parents(ids[None, :4] + 1, torch.tensor([[-1, 0, 0, 1]], device="cuda"))
+    logits = []
+    for sizes in ([700], [64] * 10 + [60], [255, 1, 257, 187], [1, 512, 187]):
+        cache = target.new_cache()
+        row = cache.open_row()
+        for part in ids.split(sizes):
+            target.prefill(part, row, cache)
+        logits.append(target.verify(tree, [row], cache).logits)
+    assert all(torch.equal(each, logits[0]) for each in logits[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen3", "gemma2"])
 def test_fused_low_precision_is_lossless(family: str) -> None:
     """[N1] bfloat16: token for token what plain decoding gives, with trees and in batches."""
     model = tiny_model(family).to("cuda", torch.bfloat16)

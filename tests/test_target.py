@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from support import FAMILIES, REFUSED, VOCAB_SIZE, tiny_model, tiny_target
 
+from selfspec.cache import CacheRow
 from selfspec.packing import PackedLinear, can_pack, pack_linear_layers
 from selfspec.target import FINAL, Target
-from selfspec.tree import chain, from_parents
+from selfspec.tree import CandidateTree, chain, from_parents
 
 # Two float32 evaluations of one formula in different order.
 TOLERANCE = 2e-4
@@ -183,3 +185,20 @@ def test_ragged_rows_get_the_logits_of_rows_alone() -> None:
         alone = target.verify(chain(torch.tensor([4 + b]), drafts[b : b + 1]), [row], alone_cache).logits[0]
         real = 1 + int((drafts[b] >= 0).sum())
         torch.testing.assert_close(together[b, :real], alone[:real], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_prefill_takes_no_more_rows_than_keep_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """[N1] a pass of more rows would run layers whose bits follow from their number."""
+    target = tiny_target("llama")
+    target.max_rows = 7
+    sizes: list[int] = []
+    forward = target._forward
+
+    def recorded(tree: CandidateTree, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tree.num_nodes)
+        return forward(tree, *args, **kwargs)
+
+    monkeypatch.setattr(target, "_forward", recorded)
+    row, cache = CacheRow(), target.new_cache()
+    features = target.prefill(torch.arange(3, 23), row, cache, features=(1,))
+    assert sizes == [7, 7, 6] and row.length == 20 and features[1].shape[1] == 20
