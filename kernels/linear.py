@@ -339,10 +339,12 @@ def _tile(x: torch.Tensor, num_outputs: int, num_rows: int) -> tuple[Tile, int, 
         # No matrix instruction multiplies float32 exactly: a thread holds its operands in registers.
         return FLOAT32_TILE, FLOAT32_BLOCK_IN, ROW_TILES[0], 2
     tile = next(tile for tile in TILES if tile.min_outputs <= num_outputs)
-    block_r = next((size for size in ROW_TILES if size >= num_rows), ROW_TILES[-1])
-    stage = (tile.block_out + block_r) * BLOCK_IN * x.element_size()
-    num_stages = min(tile.shared_kib * 1024, _shared_memory(x.device)) // stage
-    return tile, BLOCK_IN, block_r, max(2, min(MAX_STAGES, num_stages))
+    shared = min(tile.shared_kib * 1024, _shared_memory(x.device))
+    stages = {size: shared // ((tile.block_out + size) * BLOCK_IN * x.element_size()) for size in ROW_TILES}
+    # Tiles of which two stages fit: not the largest on cards with little shared memory.
+    sizes = [size for size in ROW_TILES if stages[size] >= 2]
+    block_r = next((size for size in sizes if size >= num_rows), sizes[-1])
+    return tile, BLOCK_IN, block_r, min(MAX_STAGES, stages[block_r])
 
 
 def _counters(device: torch.device) -> torch.Tensor:

@@ -440,6 +440,18 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(linear_file, "TILES", tiles)
 
 
+def test_every_tile_fits_cards_with_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """99 KiB a program, as compute capability 8.9 has, against the 227 of 9.0."""
+    x = torch.zeros(256, 8, dtype=torch.bfloat16)
+    for kib, largest in ((97, 64), (225, 128)):
+        monkeypatch.setattr(linear_file, "_shared_memory", lambda device, kib=kib: kib << 10)
+        for num_outputs in (100, 3000, 6000, 30_000):
+            for num_rows in (1, 16, 17, 64, 65, 256):
+                tile, block_in, block_r, num_stages = linear_file._tile(x, num_outputs, num_rows)
+                assert num_stages >= 2 and num_stages * (tile.block_out + block_r) * block_in * 2 <= kib << 10
+                assert block_r >= min(num_rows, largest)
+
+
 @pytest.mark.usefixtures("_small_tiles")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
