@@ -153,8 +153,15 @@ class KVCache:
 
     def release(self, row: CacheRow) -> None:
         """Give a row's blocks back; the row is empty afterwards."""
+        row.length = 0
+        self.trim(row)
+        row.is_contiguous = True
+
+    def trim(self, row: CacheRow) -> None:
+        """Give back the blocks that a row's prefix does not need."""
         # The last first: a prefix is of no use without its beginning.
-        for block in reversed(row.blocks):
+        while len(row.blocks) * self.block_size >= row.length + self.block_size:
+            block = row.blocks.pop()
             self._num_users[block] -= 1
             if self._num_users[block]:
                 continue
@@ -163,9 +170,6 @@ class KVCache:
                 self._idle[block] = None
             else:
                 heapq.heappush(self._free, block)
-        row.blocks.clear()
-        row.length = 0
-        row.is_contiguous = True
 
     def reserve(self, rows: list[CacheRow], num_nodes: int) -> None:
         """Give every row room for `num_nodes` slots past its prefix, growing the pool where needed.

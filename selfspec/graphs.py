@@ -26,6 +26,8 @@ Function = Callable[..., tuple[torch.Tensor, ...]]
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 NODE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 DEPTH_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 127)
+# Of a prompt's chunks, whose shapes seldom return: few sizes.
+CHUNK_BUCKETS = (32, 64, 128, 192, 256)
 # The fewest columns of a block table in a graph.
 MIN_COLUMNS = 64
 

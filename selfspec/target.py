@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from selfspec.attention import ATTENTION_NAME, TreePass
 from selfspec.cache import CacheRow, KVCache, KVShape, Places
 from selfspec.fused_pass import fuse_layers
-from selfspec.graphs import DEPTH_BUCKETS, NODE_BUCKETS, ROW_BUCKETS, Graphs, bucket, column_bucket, fill_rows
+from selfspec.graphs import CHUNK_BUCKETS, DEPTH_BUCKETS, NODE_BUCKETS, ROW_BUCKETS, Graphs, bucket, column_bucket, fill_rows
 from selfspec.heads.stack import Resume, decoder_layers, with_layers
 from selfspec.kernels.linear import MAX_ROWS
 from selfspec.loading import check_family, load_model
@@ -205,10 +205,27 @@ class Target:
             return dict.fromkeys(features, nothing)
         parts: list[dict[int, torch.Tensor]] = []
         for tokens in token_ids.split(min(chunk_size, self.max_rows)):
-            tree = chain(tokens[:1], tokens[None, 1:])
-            parts.append(self._forward(tree, [row], cache, features, logits_to_keep=1).features)
+            parts.append(self._enter(chain(tokens[:1], tokens[None, 1:]), row, cache, features))
             cache.advance(row, len(tokens))
+        if self.graphs is not None:
+            # Chunks are padded.
+            cache.trim(row)
         return {name: torch.cat([part[name] for part in parts], dim=1) for name in features}
+
+    def _enter(self, tree: CandidateTree, row: CacheRow, cache: KVCache, features: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Store one chunk of a prompt; by a graph, padded, where there is room for it."""
+        size = bucket(tree.num_nodes, CHUNK_BUCKETS)
+        if self.graphs is None or size is None or not cache.can_reserve([row], size):
+            return self._forward(tree, [row], cache, features, logits_to_keep=1).features
+
+        def run(places: Places, padded: CandidateTree) -> tuple[torch.Tensor, ...]:
+            with self._taps(features) as taken:
+                self.run(self.model, padded, places, cache, logits_to_keep=1)
+            return tuple(taken[name] for name in features)
+
+        key, shape = ("prefill", tuple(features)), GraphShape(1, size, size - 1, is_chain=True)
+        taken = self.replay(key, run, tree, [row], cache, shape, num_kept=0)
+        return {name: each[:, : tree.num_nodes].clone() for name, each in zip(features, taken, strict=True)}
 
     @torch.inference_mode()
     def verify(

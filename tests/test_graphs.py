@@ -140,3 +140,36 @@ def test_results_stay_with_the_caller_as_far_as_was_asked() -> None:
     assert len(graphs) == 2
     graphs("double", double, [torch.zeros(3)])
     assert graphs("double", double, [torch.ones(3)])[0].tolist() == [2.0] * 3 and len(graphs) == 3
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 100, 200])
+def test_a_prompt_is_read_by_graphs_as_without(size: int) -> None:
+    """In padded chunks, twice, so that the second comes from a graph; no block is kept for the padding."""
+    target = Target(tiny_model("llama"))
+    ids = (torch.arange(size) * 7 + 3) % 61
+    tree = from_parents(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[-1, 0, 0, 1]]))
+    results = []
+    for graphs in (None, Graphs(target.device, is_rehearsal=True)):
+        target.graphs = graphs
+        cache = target.new_cache(block_size=4)
+        for _ in range(3):
+            row = cache.open_row()
+            features = target.prefill(ids, row, cache, features=(1, 2), chunk_size=80)
+            assert row.length == size and len(row.blocks) == -(-size // 4)
+            target.graphs = None
+            results.append([target.verify(tree, [row], cache).logits, *features.values()])
+            target.graphs = graphs
+            cache.release(row)
+        assert graphs is None or len(graphs) > 0
+    for other in results[1:]:
+        for ours, theirs in zip(other, results[0], strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_full_cache_takes_a_prompt_without_padding() -> None:
+    target = Target(tiny_model("llama"))
+    target.graphs = Graphs(target.device, is_rehearsal=True)
+    cache = target.new_cache(block_size=4, max_tokens=24)
+    row = cache.open_row()
+    target.prefill(torch.arange(3, 23), row, cache)
+    assert row.length == 20 and cache.num_used_blocks == 5 and len(target.graphs) == 0
