@@ -23,10 +23,18 @@ class HeadTraining(nn.Module):
         num_steps: drafted depths that are trained (EAGLE-3; Medusa trains all its heads, the others one).
         decay: weight of each depth relative to the one before.
         noise: how far EAGLE-1's features are disturbed.
+        is_compiled: compile an EAGLE-3 head, whose many small operations keep the host busier than the GPU.
     """
 
     def __init__(
-        self, head: DraftHead, target: Target, *, num_steps: int = 6, decay: float = 0.8, noise: float = 0.1
+        self,
+        head: DraftHead,
+        target: Target,
+        *,
+        num_steps: int = 6,
+        decay: float = 0.8,
+        noise: float = 0.1,
+        is_compiled: bool = False,
     ) -> None:
         super().__init__()
         self.head = head
@@ -36,8 +44,7 @@ class HeadTraining(nn.Module):
         self.metrics: dict[str, torch.Tensor] = {}
         # Not as an attribute of a module, which would register their parameters.
         self.__dict__["target"] = target
-        if isinstance(head, EagleHead) and target.device.type == "cuda":
-            # Its many small operations would keep the host busier than the GPU.
+        if is_compiled and isinstance(head, EagleHead):
             head.compile()
         self.__dict__["student"] = head.student(target.model) if isinstance(head, EarlyExitHead) else None
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
+from support import tiny_target
+from test_heads import eagle_head
 from torch.nn.attention import flex_attention
 
 from selfspec.train import cross_entropy as ce
-from selfspec.train import unrolled
+from selfspec.train import losses, unrolled
 from selfspec.train.cross_entropy import Teacher, cross_entropy
+from selfspec.train.module import HeadTraining
 
 
 @pytest.mark.parametrize("chunk_logits", [1, 37 * 4, 1 << 27], ids=["row by row", "uneven chunks", "one chunk"])
@@ -104,3 +109,27 @@ def test_flex_and_plain_unrolled_attention_have_the_same_gradients() -> None:
         results.append([outputs.detach(), *torch.autograd.grad((outputs * weights).sum(), leaves)])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+
+
+def test_a_compiled_head_has_the_same_loss_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one graph up to attention and one behind it, for all steps, with new texts and other lengths."""
+    target = tiny_target("llama")
+    head = eagle_head(target, feature_layers=(1, 2), draft_vocab_size=20, has_lm_head=False)
+    head.initialise(target.model, torch.arange(3, 23))
+    whole = losses.unrolled_attention
+    # As on a GPU, where attention is compiled for itself.
+    monkeypatch.setattr(losses, "unrolled_attention", lambda *args: torch.compiler.disable(whole(*args).__call__))
+    trainings = [HeadTraining(copy.deepcopy(head), target, num_steps=4) for _ in range(2)]
+    trainings[1].head.compile(backend="aot_eager")
+    for length in (24, 24, 40):
+        generator = torch.Generator().manual_seed(length)
+        ids = torch.randint(3, 23, (2, length), generator=generator)
+        positions = torch.cat([torch.arange(length - 9), torch.arange(9)]).expand(2, length)
+        results = []
+        for training in trainings:
+            training.zero_grad()
+            loss = training(ids, torch.ones_like(ids, dtype=torch.bool), positions)["loss"]
+            loss.backward()
+            results.append([loss.detach(), *(p.grad for p in training.parameters() if p.grad is not None)])
+        for plain, compiled in zip(*results, strict=True):
+            torch.testing.assert_close(compiled, plain, atol=1e-5, rtol=1e-4)
