@@ -34,7 +34,7 @@ from selfspec.kernels.gated_activation import gated_silu
 from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
 from selfspec.kernels.rms_norm import Norm, rms_norm
 
-# More rows than this are a prefill's: F.linear is faster there.
+# A pass of more rows goes through F.linear, which is faster there.
 MAX_ROWS = 256
 # One step of the sum, for every weight: the order of additions is part of the result.
 BLOCK_IN, FLOAT32_BLOCK_IN = 128, 32

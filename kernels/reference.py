@@ -229,13 +229,27 @@ def grow_layer_reference(
     Returns:
         The fields of `tree_growth.Layer`.
     """
-    B, W, _ = logits.shape
-    k = num_children
-    best = logits.float().log_softmax(-1).topk(k, dim=-1)
-    tokens = (best.indices if token_ids is None else token_ids[best.indices]).flatten(1)  # [B, W * k]
-    scores = (beam_scores[:, :, None] + best.values).flatten(1)
+    best = logits.float().log_softmax(-1).topk(num_children, dim=-1)
+    tokens = best.indices if token_ids is None else token_ids[best.indices]
+    return add_children(tokens, best.values, beam, beam_scores, width=width, first_node=first_node, depth=depth)
+
+
+def add_children(
+    tokens: torch.Tensor,
+    log_probs: torch.Tensor,
+    beam: torch.Tensor,
+    beam_scores: torch.Tensor,
+    *,
+    width: int,
+    first_node: int,
+    depth: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`grow_layer_reference` with the children given: tokens, log_probs [B, W, k]."""
+    k = tokens.shape[2]
+    tokens = tokens.flatten(1)  # [B, W * k]
+    scores = (beam_scores[:, :, None] + log_probs.float()).flatten(1)
     parents = beam.repeat_interleave(k, dim=1)
-    chosen = scores.topk(min(width, W * k), dim=1)
+    chosen = scores.topk(min(width, tokens.shape[1]), dim=1)
     next_beam = torch.stack([first_node + chosen.indices, tokens.gather(1, chosen.indices), chosen.indices // k])
     return torch.stack([tokens, parents, torch.full_like(tokens, depth)]), scores, next_beam, chosen.values
 

@@ -56,8 +56,8 @@ class Tile(NamedTuple):
 
 # One node has few query rows for a key-value head: a tile as low as the instruction allows leaves room for more programs.
 TILE = Tile(16, 64, 2, 2)
-# A prefill's, which has rows for higher tiles, with heads of up to 128 dimensions and larger ones.
-PREFILL_TILE, LARGE_PREFILL_TILE = Tile(64, 64, 4, 3), Tile(64, 64, 8, 2)
+# A large batch's, whose rows have not the bits of fewer anyway, with heads of up to 128 dimensions and larger ones.
+BATCH_TILE, LARGE_BATCH_TILE = Tile(64, 64, 4, 3), Tile(64, 64, 8, 2)
 # No matrix instruction takes float32 in full precision: it is summed in registers.
 FLOAT32_TILE = Tile(16, 32, 8, 2)
 # Splits that the second kernel adds up at once.
@@ -410,7 +410,7 @@ def launch_tree_attention(
     if query.dtype == torch.float32:
         tile = FLOAT32_TILE
     elif B * N > MAX_ROWS:
-        tile = PREFILL_TILE if max(block_d, block_dv) <= 128 else LARGE_PREFILL_TILE
+        tile = BATCH_TILE if max(block_d, block_dv) <= 128 else LARGE_BATCH_TILE
     log2_e = math.log2(math.e)
     score_scale, cap = (scaling * log2_e, 0.0) if softcap is None else (scaling / softcap, softcap * log2_e)
     out = query.new_empty(B, N, H, Dv)

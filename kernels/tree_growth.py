@@ -11,7 +11,7 @@ count as the least finite number.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,9 +19,9 @@ from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
 from selfspec.kernels.linear import MAX_ROWS
 from selfspec.kernels.reference import grow_layer_reference
 
-# Logits a program, and candidates that the second kernel has room for.
+# Logits a program. Candidates and children that the second kernel, whose choices are unrolled, has room for.
 BLOCK_V = 2048
-MAX_CANDIDATES = 1 << 15
+MAX_CANDIDATES, MAX_CHILDREN = 1 << 15, 16
 LEAST = -3.0e38
 
 
@@ -152,32 +152,16 @@ def _grow_layer_kernel(
 
 
 def grow_layer(
-    logits: torch.Tensor,
-    beam: torch.Tensor,
-    beam_scores: torch.Tensor,
-    *,
-    num_children: int,
-    width: int,
-    first_node: int,
-    depth: int,
-    token_ids: torch.Tensor | None = None,
+    logits: torch.Tensor, beam: torch.Tensor, beam_scores: torch.Tensor, *, num_children: int, **others: Any
 ) -> Layer:
     """The next layer of every text's tree. Arguments as in `grow_layer_reference`."""
     B, W, V = logits.shape
+    num_candidates = -(-V // BLOCK_V) * num_children * W
+    is_small = B * W <= MAX_ROWS and max(num_children, W) <= MAX_CHILDREN and num_candidates <= MAX_CANDIDATES
     run: Callable[..., tuple[torch.Tensor, ...]] = grow_layer_reference
-    if is_compiled_for(logits) and B * W <= MAX_ROWS and triton.cdiv(V, BLOCK_V) * num_children * W <= MAX_CANDIDATES:
+    if is_small and is_compiled_for(logits):
         run = launch_grow_layer
-    layer = run(
-        logits,
-        beam,
-        beam_scores,
-        num_children=num_children,
-        width=width,
-        first_node=first_node,
-        depth=depth,
-        token_ids=token_ids,
-    )
-    return Layer(*layer)
+    return Layer(*run(logits, beam, beam_scores, num_children=num_children, **others))
 
 
 def launch_grow_layer(

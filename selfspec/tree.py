@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from selfspec.kernels.tree_growth import grow_layer
+from selfspec.kernels.reference import add_children
+from selfspec.kernels.tree_growth import Layer, grow_layer
 
 
 @dataclass(frozen=True)
@@ -194,41 +195,35 @@ class TreeGrower:
         Returns:
             The next beam's tokens [B, W'] and the position [B, W'] of each one's parent in the present beam.
         """
-        B, W, k = tokens.shape
-        scores = (self.beam_scores[:, :, None] + log_probs.float()).flatten(1)  # [B, W * k]
-        self._tokens.append(tokens.flatten(1))
-        self._parents.append(self._beam.repeat_interleave(k, dim=1))
-        self._depths.append(torch.full_like(self._tokens[-1], len(self._depths)))
-        self._scores.append(scores)
-        best = scores.topk(min(self.width, W * k), dim=1)
-        self._beam = self._num_nodes + best.indices
-        self.beam_scores = best.values
-        self._num_nodes += W * k
-        return self._tokens[-1].gather(1, best.indices), best.indices // k
+        settings = {"width": self.width, "first_node": self._num_nodes, "depth": len(self._depths)}
+        return self._append(Layer(*add_children(tokens, log_probs, self._beam, self.beam_scores, **settings)))
 
-    def grow(
-        self, logits: torch.Tensor, num_children: int, token_ids: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`expand` by the likeliest children, from logits [B, W, V]; `token_ids` [V] are the target's, where they differ."""
+    def grow(self, logits: torch.Tensor, token_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`expand` by the `width` likeliest children of each node, from logits [B, W, V].
+
+        Args:
+            token_ids: [V] the target's id of each drafted one, where they differ.
+        """
         layer = grow_layer(
             logits,
             self._beam,
             self.beam_scores,
-            num_children=num_children,
+            num_children=min(self.width, logits.shape[-1]),
             width=self.width,
             first_node=self._num_nodes,
             depth=len(self._depths),
             token_ids=token_ids,
         )
-        tokens, parents, depths = layer.nodes
-        self._tokens.append(tokens)
-        self._parents.append(parents)
-        self._depths.append(depths)
+        return self._append(layer)
+
+    def _append(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+        for kept, new in zip((self._tokens, self._parents, self._depths), layer.nodes, strict=True):
+            kept.append(new)
         self._scores.append(layer.scores)
-        self._num_nodes += tokens.shape[1]
-        self._beam, beam_tokens, beam_parents = layer.beam
+        self._num_nodes += layer.scores.shape[1]
+        self._beam, tokens, parents = layer.beam
         self.beam_scores = layer.beam_scores
-        return beam_tokens, beam_parents
+        return tokens, parents
 
     def tree(self, num_nodes: int) -> CandidateTree:
         """The best `num_nodes` candidates, root included."""

@@ -79,7 +79,7 @@ def _poisoned_outputs() -> Iterator[None]:
 def _small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many splits and tiles in short texts."""
     monkeypatch.setattr(tree_attention_file, "SPLIT", 32)
-    for name, rows in (("TILE", 16), ("FLOAT32_TILE", 16), ("PREFILL_TILE", 32)):
+    for name, rows in (("TILE", 16), ("FLOAT32_TILE", 16), ("BATCH_TILE", 32)):
         monkeypatch.setattr(tree_attention_file, name, Tile(rows, 16, 4, 2))
     monkeypatch.setattr(tree_attention_file, "BLOCK_P", 2)
     monkeypatch.setattr(tree_attention_file, "MAX_NODES", 5)
@@ -161,7 +161,7 @@ def test_the_shipped_tiles() -> None:
 
 
 @pytest.mark.usefixtures("_small_splits")
-def test_a_prefill_has_a_tile_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_batch_has_a_tile_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_attention_file, "MAX_ROWS", 10)
     case = make_case([PARENTS["chain"]] * 2, [29, 104], SMALL_HEADS["grouped"], dtype=DTYPES[1], device=DEVICE)
     assert case.run_kernel().shape[:2].numel() > 10

@@ -16,7 +16,7 @@ import torch
 
 from selfspec.cache import CacheRow, KVCache
 from selfspec.drafters.base import Drafter
-from selfspec.drafters.growth import append, expand
+from selfspec.drafters.growth import append
 from selfspec.heads.early_exit import EarlyExitHead
 from selfspec.heads.stack import Resume, decoder_layers
 from selfspec.loading import lay_out
@@ -101,7 +101,7 @@ class EarlyExitDrafter(Drafter):
         below: CandidateTree | None = None
         width_before = 1
         for depth in range(1, K + 1):
-            tokens, parent = expand(grower, self._logits(hidden), self.width)
+            tokens, parent = grower.grow(self._logits(hidden))
             nodes = append(nodes, tokens, parent, width_before=width_before, scores=grower.beam_scores)
             entered = self._split.enter(nodes, batch.rows, batch.cache, tokens.shape[1])
             drafted = torch.cat([drafted, entered], dim=1)

@@ -39,7 +39,7 @@ def grow(
     """
     grower = TreeGrower(roots, width)
     for at in range(1, depth + 1):
-        tokens, parent = expand(grower, logits, width, token_ids)
+        tokens, parent = grower.grow(logits, token_ids)
         if at < depth:
             logits = run(tokens, parent)
     return grower.tree(num_nodes)
@@ -57,13 +57,6 @@ def over_nodes(run: NodesPass) -> LayerPass:
         return run(nodes, width_before, parent)
 
     return run_layer
-
-
-def expand(
-    grower: TreeGrower, logits: torch.Tensor, width: int, token_ids: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Let the grower's beam have the `width` likeliest children each; see `TreeGrower.grow`."""
-    return grower.grow(logits, min(width, logits.shape[-1]), token_ids)
 
 
 def append(
