@@ -55,6 +55,8 @@ class Tile(NamedTuple):
 # Stripes of 64 and more are `wgmma`'s. Narrower ones where most multiprocessors would get none; two parts where twice the
 # programs still fit the card at once.
 TILES = (Tile(12288, 128, 8, 200), Tile(4225, 64, 4, 200), Tile(2048, 64, 4, 200, num_parts=2), Tile(0, 16, 2, 100))
+# Of rows that fill several tiles, outputs are twice as many: the row's bits are the same, and x is read half as often.
+HIGH_ROWS, HIGH_OUTPUTS, HIGH_WARPS = 128, 128, 8
 FLOAT32_TILE = Tile(0, 32, 4, 0)
 
 
@@ -339,6 +341,8 @@ def _tile(x: torch.Tensor, num_outputs: int, num_rows: int) -> tuple[Tile, int, 
         # No matrix instruction multiplies float32 exactly: a thread holds its operands in registers.
         return FLOAT32_TILE, FLOAT32_BLOCK_IN, ROW_TILES[0], 2
     tile = next(tile for tile in TILES if tile.min_outputs <= num_outputs)
+    if num_rows > HIGH_ROWS and tile.block_out == HIGH_OUTPUTS // 2:
+        tile = tile._replace(block_out=HIGH_OUTPUTS, num_warps=HIGH_WARPS)
     shared = min(tile.shared_kib * 1024, _shared_memory(x.device))
     stages = {size: shared // ((tile.block_out + size) * BLOCK_IN * x.element_size()) for size in ROW_TILES}
     # Tiles of which two stages fit: not the largest on cards with little shared memory.

@@ -2,7 +2,8 @@
 
 A row's committed prefix fills its storage indices `0 … length - 1`; a verify pass writes the candidate tree's N nodes at
 `length … length + N - 1`, in scratch slots of the row's own blocks. Accepting a path copies its rows down to the prefix's
-end; everything else there is overwritten by the next pass. The pool grows on demand, whatever the model's maximum.
+end; everything else there is overwritten by the next pass. The pool grows on demand, whatever the model's maximum. On a GPU
+one with a limit has all its blocks from the start: other addresses would outdate every CUDA graph.
 
 Full blocks of a prefix never change, so that rows which begin alike can share them: `publish` offers a row's blocks under a
 digest of all tokens up to their end, `adopt` gives an empty row those that fit. A published block that no row uses keeps its
@@ -88,6 +89,8 @@ class _Published:
 
 
 _SERIALS = itertools.count()
+# Bytes by which a pool on a GPU grows at least.
+GPU_GROWTH = 64 << 20
 
 
 class CacheFull(MemoryError):
@@ -130,6 +133,19 @@ class KVCache:
         self._idle: dict[int, None] = {}
         self.keys = torch.empty(shape.num_layers, 0, shape.num_kv_heads, shape.key_dim, dtype=dtype, device=device)
         self.values = torch.empty(shape.num_layers, 0, shape.num_kv_heads, shape.value_dim, dtype=dtype, device=device)
+        if self.max_blocks is not None and device.type == "cuda":
+            self._allocate_all(self.max_blocks)
+
+    def _allocate_all(self, num_blocks: int) -> None:
+        try:
+            self._grow(num_blocks)
+        except torch.OutOfMemoryError as error:
+            size = num_blocks * self._bytes_per_block / 2**30
+            free = torch.cuda.mem_get_info(self.device)[0] / 2**30
+            raise MemoryError(
+                f"a KV cache of {num_blocks * self.block_size} tokens takes {size:.1f} GiB, and {free:.1f} GiB are free on "
+                f"{self.device}: lower the cache's max_tokens"
+            ) from error
 
     @property
     def device(self) -> torch.device:
@@ -139,6 +155,10 @@ class KVCache:
     def max_tokens(self) -> int | None:
         """The most tokens that the pool can hold, whole blocks of them."""
         return None if self.max_blocks is None else self.max_blocks * self.block_size
+
+    @property
+    def _bytes_per_block(self) -> int:
+        return self.block_size * self.shape.bytes_per_token(self.keys.dtype)
 
     @property
     def num_free_blocks(self) -> int:
@@ -250,8 +270,10 @@ class KVCache:
 
     def _find_blocks(self, num_missing: int) -> None:
         """Make `num_missing` more blocks free: enlarge the pool, and give up idle blocks where it may not grow."""
-        # By half at least, so that copying stays a constant cost a token. On a GPU new addresses outdate what was captured.
-        num_new = max(num_missing, self._num_blocks // 2, 32 if self.device.type == "cpu" else 256)
+        # By half at least, so that copying stays a constant cost a token. On a GPU new addresses outdate what was captured,
+        # and a drafter's layer or two are small.
+        least = 32 if self.device.type == "cpu" else max(256, GPU_GROWTH // self._bytes_per_block)
+        num_new = max(num_missing, self._num_blocks // 2, least)
         if self.max_blocks is not None:
             num_new = min(num_new, self.max_blocks - self._num_blocks)
         num_lost = max(num_missing - num_new, 0)
@@ -286,7 +308,7 @@ class KVCache:
 
     def locate(self, rows: list[CacheRow]) -> Places:
         """Where rows lie now; growth and `advance` outdate it."""
-        return replace(Places.unpack(self.pack(rows).to(self.device)), rows=rows)
+        return replace(Places.unpack(self.pack(rows).to(self.device, non_blocking=True)), rows=rows)
 
     def layout(self, places: Places, tree: CandidateTree, num_new: int | None = None) -> tuple[TreeLayout, torch.Tensor]:
         """Where a pass reads, and the slots it writes; `reserve` must have made the room.

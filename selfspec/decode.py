@@ -128,7 +128,8 @@ class Scheduler:
 
     Args:
         max_batch: the most sequences with a place in the cache.
-        prefill_tokens: the most prompt tokens that a round enters, lest a long prompt hold everyone up; None for no limit.
+        prefill_tokens: the most prompt tokens that a round enters, lest a long prompt hold everyone up, in whole passes of
+            `Target.max_rows`; None for no limit.
         on_error: is told an error and whose sequences it stopped, and has to `cancel` or `move` them; raises it by default.
     """
 
@@ -154,6 +155,8 @@ class Scheduler:
         self._prefill: _Prefill | None = None
         # A sequence had to give way, and none has ended since: one more would only have to give way again.
         self._is_crowded = False
+        # The round entered prompts, too, on which its steps may wait.
+        self._is_mixed = False
 
     def __len__(self) -> int:
         return len(self._homes)
@@ -224,13 +227,17 @@ class Scheduler:
     def _enter_prompts(self) -> None:
         """Commit all of a prompt but its last token, which is the first tree's root; one prompt after the other."""
         budget = self.prefill_tokens
+        # A prompt that is cut within a pass costs one more.
+        pass_size = self.target.max_rows if self.target.max_rows <= budget else 1
+        self._is_mixed = False
         while budget > 0 and (prefill := self._prefill or self._admit()) is not None:
+            self._is_mixed = True
             started = time.perf_counter()
             sequence, group = prefill.sequence, self._homes[prefill.sequence]
             drafter, prefix = group.drafter, sequence.prefix_ids
-            chunk = prefix[sequence.row.length :][:budget]
+            chunk = prefix[sequence.row.length :][: -(-budget // pass_size) * pass_size]
             budget -= len(chunk)
-            tokens = torch.tensor(chunk, dtype=torch.int64).to(self.target.device)
+            tokens = torch.tensor(chunk, dtype=torch.int64).to(self.target.device, non_blocking=True)
             prefill.parts.append(self.target.prefill(tokens, sequence.row, self.cache, features=drafter.features))
             if sequence.row.length == len(prefix):
                 features = {name: torch.cat([part[name] for part in prefill.parts], dim=1) for name in drafter.features}
@@ -299,9 +306,9 @@ class Scheduler:
         seconds = StepSeconds(*(end - start for start, end in pairwise(times)))
         if planner.is_active:
             # All that decides on the next step's size comes from here.
-            costs = self.target.agreed([self._num_captured == num_captured, seconds.draft, seconds.verify + seconds.accept])
-            if costs[0]:
-                planner.observe(tree, facts, num_accepted, *costs[1:])
+            is_typical = self._num_captured == num_captured and not self._is_mixed
+            costs = self.target.agreed([is_typical, seconds.draft, seconds.verify + seconds.accept])
+            planner.observe(tree, facts, num_accepted, *(costs[1:] if costs[0] else (None, None)))
         finished = [sequence for sequence in sequences if sequence.finish_reason is not None]
         for sequence in finished:
             self.cancel(sequence)
@@ -361,9 +368,8 @@ class Scheduler:
 
     def _within_rows(self, tree: CandidateTree) -> CandidateTree:
         """No more nodes than a pass of the same bits takes; see `Target.max_rows`."""
-        most = max(self.target.max_rows // len(tree.tokens), 1)
         has_order = tree.is_deterministic and (tree.is_chain or tree.scores is not None)
-        return tree.prune(most) if has_order else tree
+        return tree.prune(self.target.most_nodes(len(tree.tokens))) if has_order else tree
 
     def _vacate(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue, the prefill or its batch; its blocks may serve others that begin alike."""

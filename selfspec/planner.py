@@ -117,22 +117,24 @@ class Planner:
         tree: CandidateTree,
         facts: list[float],
         num_accepted: list[int],
-        draft_seconds: float,
-        verify_seconds: float,
+        draft_seconds: float | None,
+        verify_seconds: float | None,
     ) -> None:
         """A step's cost and outcome.
 
         Args:
             facts: what `measure` gave.
             num_accepted: of each row.
+            draft_seconds, verify_seconds: None where they are no other step's: a graph was captured, prompts were entered.
         """
         if not self.is_active:
             return
         B, N = tree.tokens.shape
-        timings = self._verify.setdefault((B, N), deque(maxlen=self.MEMORY))
-        timings.append(verify_seconds)
-        self._seconds[B, N] = median(timings)
-        if tree.max_depth > 0:
+        if verify_seconds is not None:
+            timings = self._verify.setdefault((B, N), deque(maxlen=self.MEMORY))
+            timings.append(verify_seconds)
+            self._seconds[B, N] = median(timings)
+        if draft_seconds is not None and tree.max_depth > 0:
             self._draft.setdefault(B, deque(maxlen=self.MEMORY)).append(draft_seconds / tree.max_depth)
         depths, chances = [int(n) for n in facts[:B]], facts[B + 1 :]
         for num_drafted, accepted in zip(depths, num_accepted, strict=True):

@@ -238,11 +238,12 @@ class StageClock(Drafter):
         self.inner = inner
         self.name = inner.name
         self.num_draft_tokens = inner.num_draft_tokens
+        self.num_nodes = inner.num_nodes
         self.features = inner.features
         self.is_costly = inner.is_costly
         self.verifies_itself = inner.verifies_itself
         self.seconds: dict[str, list[float]] = {name: [] for name in ("draft", "verify", "commit")}
-        self.num_nodes: list[int] = []
+        self.tree_sizes: list[int] = []
         self._now = now
         self._drafted = 0.0
         self._verifying: record_function
@@ -259,7 +260,7 @@ class StageClock(Drafter):
             tree = self.inner.propose(batch, num_draft_tokens)
         self._drafted = self._now()
         self.seconds["draft"].append(self._drafted - start)
-        self.num_nodes.append(tree.num_nodes)
+        self.tree_sizes.append(tree.num_nodes)
         self._verifying = record_function("verify")
         self._verifying.__enter__()
         return tree
@@ -285,7 +286,7 @@ def stage_times(target: Target, prompt_ids: list[int], drafter: Drafter | None, 
     clock = StageClock(inner, clock_of(target.device))
     answer(target, prompt_ids, clock, sampling, use_cost_guard=False)
     stages = {name: median(seconds) for name, seconds in clock.seconds.items()}
-    return StageTimes(inner.name, len(clock.num_nodes), int(median(clock.num_nodes)), **stages)
+    return StageTimes(inner.name, len(clock.tree_sizes), int(median(clock.tree_sizes)), **stages)
 
 
 def answer(

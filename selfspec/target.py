@@ -175,6 +175,14 @@ class Target:
         torch.distributed.broadcast(shared, group=group, group_src=0)
         return shared.tolist()
 
+    def most_nodes(self, num_rows: int) -> int:
+        """The most nodes of a tree, 1 at least, that `num_rows` rows of a pass may have each, lest its bits be others."""
+        padded = None if self.graphs is None else bucket(num_rows, ROW_BUCKETS)
+        if padded is None:
+            return max(self.max_rows // num_rows, 1)
+        # A graph's rows and nodes are filled up.
+        return max(size for size in NODE_BUCKETS if size == 1 or size * padded <= self.max_rows)
+
     def encode(self, prompt: str | Sequence[dict[str, str]]) -> list[int]:
         """Token ids of raw text, or of chat messages through the chat template with the assistant's header open."""
         if self.tokenizer is None:

@@ -173,3 +173,28 @@ def test_a_full_cache_takes_a_prompt_without_padding() -> None:
     row = cache.open_row()
     target.prefill(torch.arange(3, 23), row, cache)
     assert row.length == 20 and cache.num_used_blocks == 5 and len(target.graphs) == 0
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 5])
+def test_no_graph_has_more_rows_than_keep_a_rows_bits(batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """[N1] what rows and nodes are filled up with counts."""
+    target = Target(tiny_model("llama"), name="tiny")
+    target.graphs = Graphs(target.device, is_rehearsal=True)
+    target.max_rows = 24
+    shapes: list[GraphShape] = []
+    replay = target.replay
+
+    def recorded(
+        key: object, function: object, tree: object, rows: object, cache: object, shape: GraphShape, **rest: object
+    ):
+        shapes.append(shape)
+        return replay(key, function, tree, rows, cache, shape, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(target, "replay", recorded)
+    drafter = DRAFTERS["eagle"](target)
+    generate(target, PROMPTS, drafter=drafter, sampling=SAMPLINGS["greedy"], batch_size=batch_size, use_cost_guard=False)
+    steps = [shape for shape in shapes if not shape.is_chain]
+    assert steps and all(shape.num_rows * shape.num_nodes <= 24 for shape in steps)
+    # As many as there is room for, of the ten that are drafted.
+    full = [shape.num_nodes for shape in steps if shape.num_rows >= batch_size]
+    assert max(full) == {1: 12, 3: 4, 5: 2}[batch_size]

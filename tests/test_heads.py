@@ -7,7 +7,9 @@ full acceptance and one that is off by a position does not. [H6] [T2]
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -472,6 +474,42 @@ def test_a_fused_head_drafts_the_same_trees(
     assert_same_trees(ours, theirs, tolerance=1e-4)
 
 
+@pytest.mark.parametrize("is_rehearsed", [False, True], ids=["passes", "graphs"])
+def test_features_that_waited_for_many_steps_draft_the_same_trees(
+    is_rehearsed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where speculation paused, and where prompts are entered in chunks."""
+    target = tiny_target("llama")
+    if is_rehearsed:
+        target.graphs = Graphs(target.device, is_rehearsal=True)
+    head = eagle_head(target, feature_layers=(1, 2, 3)).eval()
+    monkeypatch.setattr("selfspec.drafters.eagle.PREFILL_CHUNK", 7)
+    monkeypatch.setattr("selfspec.drafters.eagle.MAX_PENDING", 9)
+
+    def trees_by_text(drafts_at: Callable[[int], bool]) -> dict[tuple[int, ...], tuple[list[int], list[int]]]:
+        """The trees that were drafted, for each text."""
+        drafter = EagleDrafter(target, copy.deepcopy(head), num_draft_tokens=3, num_nodes=8, width=2)
+        propose, trees, number = drafter.propose, {}, itertools.count()
+
+        def recorded(batch: Batch, num_draft_tokens: int) -> CandidateTree:
+            tree = propose(batch, 3 if drafts_at(next(number)) else 0)
+            for sequence, tokens, parents in zip(batch.sequences, tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+                if tree.num_nodes > 1:
+                    trees[*sequence.request.prompt_ids, *sequence.token_ids] = tokens, parents
+            return tree
+
+        monkeypatch.setattr(drafter, "propose", recorded)
+        prompts = random_prompts(5, (1, 40), seed=5)
+        sampling = SamplingParams(max_new_tokens=40, ignore_eos=True)
+        generate(target, prompts, drafter=drafter, sampling=sampling, batch_size=3, use_cost_guard=False)
+        return trees
+
+    always, seldom = trees_by_text(lambda step: True), trees_by_text(lambda step: step % 13 == 12)
+    shared = always.keys() & seldom.keys()
+    assert len(shared) > 5 and len(seldom) < len(always)
+    assert {text: seldom[text] for text in shared} == {text: always[text] for text in shared}
+
+
 def assert_same_trees(ours: list[CandidateTree], theirs: list[CandidateTree], *, tolerance: float) -> None:
     assert len(ours) == len(theirs) > 20
     for mine, other in zip(ours, theirs, strict=True):
@@ -519,7 +557,8 @@ def test_an_aligned_head_is_right_in_any_batch(
     prompts = [text_of(successor, 3 + number % 29) for number in range(2 * batch_size)]
     got = generate(target, prompts, drafter=drafter, sampling=GREEDY, batch_size=batch_size, use_cost_guard=False)
     lengths = [completion.acceptance_length for completion in got]
-    assert sum(lengths) / len(lengths) > 4.8
+    # Many rows have few nodes each on a GPU: a tree of four emits four tokens at most.
+    assert sum(lengths) / len(lengths) > (4.8 if target.most_nodes(batch_size) > 4 else 3.5)
 
 
 @pytest.mark.parametrize("changes", [{"has_qk_norm": True}, {"norm_before_residual": True}], ids=str)

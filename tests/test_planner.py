@@ -323,3 +323,13 @@ def test_no_draft_is_deeper_than_the_roomiest_row_may_emit(
     batch = batch_of(target, *rooms)
     for drafter in (CHEAP, COSTLY):
         assert Planner(is_active=is_active).num_draft_tokens(drafter, batch) == depth
+
+
+def test_a_step_beside_prompts_tells_what_held_and_no_cost() -> None:
+    """It waits for the prompts' passes, too."""
+    planner = Planner()
+    tree = chain(torch.tensor([1]), torch.ones(1, 2, dtype=torch.int64))
+    planner.observe(tree, planner.measure(tree).tolist(), [1], None, None)
+    assert not planner._seconds and not planner._draft
+    trials = [Planner.PRIOR * Planner.FADE + 1] * 2
+    assert planner._trials == trials and planner._hits[0] > planner._hits[1]

@@ -25,6 +25,7 @@ class Drafter(ABC):
     Attributes:
         name: as written on the command line.
         num_draft_tokens: how deep it drafts when nothing limits it.
+        num_nodes: most nodes of its trees, root included; 0 where they are chains.
         features: hidden states of the target that it wants of every committed token (see `selfspec.target`).
         verifies_itself: its `verify` is its own.
         is_costly: drafting takes a noticeable part of a target pass, so the planner decides before it, not only after.
@@ -32,6 +33,7 @@ class Drafter(ABC):
 
     name: str = ""
     num_draft_tokens: int = 0
+    num_nodes: int = 0
     features: Sequence_[int] = ()
     is_costly: bool = False
     verifies_itself: bool = False

@@ -1,7 +1,7 @@
 """EAGLE: a one-layer head continues the target's features and grows a tree (https://arxiv.org/abs/2406.16858).
 
 The head has a KV cache of its own. With the root at position T it holds entries 0 … T - 1, each computed from the target's
-features (see `selfspec.heads.eagle` for what an entry pairs): features that came with the last verify pass wait as pending
+features (see `selfspec.heads.eagle` for what an entry pairs): features that came with the last verify pass are pending
 and are entered, over whatever was drafted there, before the next tree grows. Entry T - 1 carries the root's embedding, and
 its logits are the first draft's. Drafted nodes are scratch entries behind it: a node of depth d is entry T - 1 + d, and
 its hidden input is the output of its parent's entry.
@@ -14,13 +14,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from selfspec.cache import CacheRow, KVCache, KVShape, Places
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.eagle_pass import EaglePass, Growth
 from selfspec.drafters.growth import LayerPass, grow, over_nodes, spread, tree_by_graph
-from selfspec.graphs import NODE_BUCKETS, ROW_BUCKETS, bucket, column_bucket, fill_rows
+from selfspec.drafters.pending import Pending
+from selfspec.graphs import CHUNK_BUCKETS, NODE_BUCKETS, ROW_BUCKETS, bucket, column_bucket, fill_rows
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.kernels.linear import MAX_ROWS
 from selfspec.kernels.tree_attention import tree_attention
@@ -32,15 +34,17 @@ if TYPE_CHECKING:
     from selfspec.accept import Acceptance
     from selfspec.sequence import Batch, Sequence
 
-PREFILL_CHUNK = 512
+# Entries of a prompt that a pass takes, and features of a row that may wait while nothing is drafted.
+PREFILL_CHUNK = 256
+MAX_PENDING = 256
 
 
 @dataclass
 class _Row:
-    """One sequence's state: its cache row, and the features side by side [n, number of them * E] that wait to be entered."""
+    """One sequence's state: its cache row, and the features, side by side, that wait to be entered."""
 
     cache_row: CacheRow
-    pending: torch.Tensor
+    pending: Pending
 
 
 class EagleDrafter(Drafter):
@@ -91,16 +95,40 @@ class EagleDrafter(Drafter):
 
     def admit(self, sequence: Sequence, features: Mapping[int, torch.Tensor]) -> None:
         """Enter all of the prompt but its last feature, which waits like those of a verify pass."""
-        taken = torch.cat([features[name][0] for name in self.features], dim=-1)
-        row = _Row(self._cache.open_row(), taken[-1:])
-        self._rows[sequence] = row
-        tokens = torch.tensor(sequence.prefix_ids[1:]).to(taken.device)
-        for waiting, chunk in zip(taken[:-1].split(PREFILL_CHUNK), tokens.split(PREFILL_CHUNK), strict=True):
-            if len(chunk):
-                entries = chain(chunk[:1], chunk[None, 1:])
-                self._cache.reserve([row.cache_row], len(chunk))
-                self._enter(entries, self._cache.locate([row.cache_row]), self._fuse(waiting[None]), len(chunk))
-                self._cache.advance(row.cache_row, len(chunk))
+        taken = torch.cat([features[name] for name in self.features], dim=-1)  # [1, T, number of them * E]
+        row = self._rows[sequence] = _Row(self._cache.open_row(), Pending())
+        num_entries = max(taken.shape[1] - 1, 0)
+        # A copy, lest it keep the whole prompt's alive.
+        row.pending.add(taken[:, num_entries:].clone(), 0, 0, taken.shape[1] - num_entries)
+        tokens = sequence.prefix_ids[1:]
+        for first in range(0, num_entries, PREFILL_CHUNK):
+            chunk = slice(first, min(num_entries, first + PREFILL_CHUNK))
+            self._enter_prompt(row.cache_row, tokens[chunk], taken[:, chunk])
+
+    def _enter_prompt(self, row: CacheRow, tokens: list[int], waiting: torch.Tensor) -> None:
+        """Commit one chunk of a prompt; by a graph, padded, where there is one."""
+        graphs, num_entries = self._target.graphs, len(tokens)
+        size = bucket(num_entries, CHUNK_BUCKETS) if graphs is not None else None
+        padding = (size or num_entries) - num_entries
+        ids = torch.tensor(tokens + [-1] * padding)
+        self._cache.reserve([row], len(ids))
+
+        def enter(places: Places, ids: torch.Tensor, waiting: torch.Tensor) -> None:
+            self._enter(chain(ids[:1], ids[None, 1:]), places, self._fuse(waiting), len(ids))
+
+        if graphs is None or size is None:
+            enter(self._cache.locate([row]), ids.to(self._cache.device, non_blocking=True), waiting)
+        else:
+
+            def body(numbers: torch.Tensor, ids: torch.Tensor, waiting: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                enter(Places.unpack(numbers), ids, waiting)
+                return ()
+
+            numbers = self._cache.pack([row], column_bucket(len(row.blocks)))
+            waiting = F.pad(waiting, (0, 0, 0, padding))
+            graphs(("eagle prompt", self._cache.serial), body, (numbers, ids, waiting))
+        self._cache.advance(row, num_entries)
+        self._cache.trim(row)
 
     def retire(self, sequence: Sequence) -> None:
         if (row := self._rows.pop(sequence, None)) is not None:
@@ -113,6 +141,7 @@ class EagleDrafter(Drafter):
         if K == 0 or not active:
             return chain(batch.roots)
         sequences = [batch.sequences[b] for b in active]
+        self._catch_up(sequences, self.num_draft_tokens + 1)
         counts = [len(self._rows[s].pending) for s in sequences]
         tree = self._propose_by_graph(batch, sequences, counts, K)
         if tree is None:
@@ -120,7 +149,7 @@ class EagleDrafter(Drafter):
         for sequence, num_entries in zip(sequences, counts, strict=True):
             row = self._rows[sequence]
             self._cache.advance(row.cache_row, num_entries)
-            row.pending = row.pending[:0]
+            row.pending.drop(num_entries)
         return tree if len(active) == len(batch) else spread(tree, batch.roots, torch.tensor(active).to(batch.device))
 
     def commit(
@@ -130,9 +159,26 @@ class EagleDrafter(Drafter):
         taken = torch.cat([features[name] for name in self.features], dim=-1)  # [B, K + 1, number of them * E]
         for b, sequence in enumerate(batch.sequences):
             row = self._rows[sequence]
-            num_new = sequence.row.length - row.cache_row.length - len(row.pending)
-            new = taken[b, :num_new]
-            row.pending = torch.cat([row.pending, new]) if len(row.pending) else new
+            row.pending.add(taken, b, 0, sequence.row.length - row.cache_row.length - len(row.pending))
+        self._catch_up(batch.sequences, MAX_PENDING)
+
+    def _catch_up(self, sequences: list[Sequence], most: int) -> None:
+        """Where more than `most` features of a row wait, enter all but the newest of every row."""
+        counts = [len(self._rows[sequence].pending) for sequence in sequences]
+        if max(counts) <= most:
+            return
+        sequences = [sequence for sequence, count in zip(sequences, counts, strict=True) if count > 1]
+        counts = [count - 1 for count in counts if count > 1]
+        rows = [self._rows[sequence].cache_row for sequence in sequences]
+        num_entries = max(counts)
+        self._cache.reserve(rows, num_entries)
+        tokens = self._waiting_ids(sequences, counts, num_entries)[:, 1:].to(self._cache.device)
+        entries, hidden = chain(tokens[:, 0], tokens[:, 1:]), self._fuse(self._waiting(sequences, num_entries))
+        self._enter(entries, self._cache.locate(rows), hidden, num_entries)
+        for sequence, count in zip(sequences, counts, strict=True):
+            row = self._rows[sequence]
+            self._cache.advance(row.cache_row, count)
+            row.pending.drop(count)
 
     def _propose_by_pass(self, batch: Batch, sequences: list[Sequence], counts: list[int], depth: int) -> CandidateTree:
         rows = [self._rows[sequence].cache_row for sequence in sequences]
@@ -150,7 +196,7 @@ class EagleDrafter(Drafter):
         """The whole proposal as one CUDA graph, where there is one."""
         graphs = self._target.graphs
         num_rows = bucket(len(sequences), ROW_BUCKETS)
-        num_entries = bucket(max(self.num_draft_tokens + 1, *counts), NODE_BUCKETS)
+        num_entries = bucket(self.num_draft_tokens + 1, NODE_BUCKETS)
         if graphs is None or num_rows is None or num_entries is None:
             return None
         rows = [self._rows[sequence].cache_row for sequence in sequences]
@@ -179,12 +225,8 @@ class EagleDrafter(Drafter):
         return torch.tensor(ids)
 
     def _waiting(self, sequences: list[Sequence], num_entries: int) -> torch.Tensor:
-        """[A, num_entries, number of features * E], zeros past a row's own."""
-        rows = [self._rows[sequence].pending for sequence in sequences]
-        waiting = rows[0].new_zeros(len(rows), num_entries, rows[0].shape[1])
-        for row, pending in zip(waiting, rows, strict=True):
-            row[: len(pending)] = pending
-        return waiting
+        """[A, num_entries, number of features * E]; past a row's own anything."""
+        return Pending.collect([self._rows[sequence].pending for sequence in sequences], num_entries)
 
     def _draft(self, places: Places, later: Places, ids: torch.Tensor, waiting: torch.Tensor, depth: int) -> CandidateTree:
         """Enter what waits, then grow a tree: device work alone.

@@ -17,6 +17,7 @@ import torch
 from selfspec.cache import CacheRow, KVCache
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.growth import append
+from selfspec.drafters.pending import Pending
 from selfspec.heads.early_exit import EarlyExitHead
 from selfspec.heads.stack import Resume, decoder_layers
 from selfspec.loading import lay_out
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Row:
-    """One sequence's state: the blocks' cache row, the hidden states [n, E] not entered yet, the target's prefix length."""
+    """One sequence's state: the blocks' cache row, the hidden states not entered yet, the target's prefix length."""
 
     cache_row: CacheRow
-    pending: torch.Tensor
+    pending: Pending
     num_committed: int
 
 
@@ -81,7 +82,9 @@ class EarlyExitDrafter(Drafter):
         self._drafted: torch.Tensor | None = None
 
     def admit(self, sequence: Sequence, features: Mapping[int, torch.Tensor]) -> None:
-        self._rows[sequence] = _Row(self._cache.open_row(), features[self.exit_layer][0], sequence.row.length)
+        hidden = features[self.exit_layer]
+        row = self._rows[sequence] = _Row(self._cache.open_row(), Pending(), sequence.row.length)
+        row.pending.add(hidden, 0, 0, hidden.shape[1])
 
     def retire(self, sequence: Sequence) -> None:
         if (row := self._rows.pop(sequence, None)) is not None:
@@ -132,21 +135,23 @@ class EarlyExitDrafter(Drafter):
             row = self._rows[sequence]
             num_nodes = sequence.row.length - row.num_committed
             num_new = sequence.row.length - row.cache_row.length - len(row.pending)
-            row.pending = torch.cat([row.pending, taken[b, num_nodes - num_new : num_nodes]])
+            row.pending.add(taken, b, num_nodes - num_new, num_nodes)
             row.num_committed = sequence.row.length
 
     def _catch_up(self, rows: list[_Row], roots: torch.Tensor) -> torch.Tensor:
         """Enter the pending hidden states and the roots' [B, 1, E]; the blocks' output [B, 1, E] at the roots."""
-        states = [torch.cat([row.pending, root]) for row, root in zip(rows, roots, strict=True)]
-        hidden = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)  # [B, N, E]
-        counts = torch.tensor([len(each) for each in states]).to(roots.device)
+        for b, row in enumerate(rows):
+            row.pending.add(roots, b, 0, 1)
+        sizes = [len(row.pending) for row in rows]
+        hidden = Pending.collect([row.pending for row in rows], max(sizes))  # [B, N, E]
+        counts = torch.tensor(sizes).to(roots.device)
         # Which tokens these are does not matter: the hidden states stand for them.
         offsets = torch.arange(hidden.shape[1], device=roots.device)
         tokens = torch.where(offsets < counts[:, None], 0, -1)
         out = self._run_blocks(chain(tokens[:, 0], tokens[:, 1:]), [row.cache_row for row in rows], hidden)
-        for row, each in zip(rows, states, strict=True):
-            self._cache.advance(row.cache_row, len(each))
-            row.pending = row.pending[:0]
+        for row, size in zip(rows, sizes, strict=True):
+            self._cache.advance(row.cache_row, size)
+            row.pending.drop(size)
         return out.gather(1, (counts - 1)[:, None, None].expand(-1, 1, out.shape[-1]))
 
     def _run_blocks(self, nodes: CandidateTree, rows: list[CacheRow], hidden: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from selfspec.planner import Planner
 from selfspec.sequence import Request
 from selfspec.target import Target
 
-BATCH_SIZE = 16
+BATCH_SIZES = (16, 8, 4, 2, 1)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,10 @@ def acceptance(target: Target, drafter: Drafter, prompts: Sequence[EvalPrompt], 
     requests = [Request(prompt.token_ids, sampling, index) for index, prompt in enumerate(prompts)]
     num_emitted, num_passes = Counter[str | None](), Counter[str | None]()
     num_drafted, num_accepted = Counter[int](), Counter[int]()
-    for step in decode(target, requests, drafter=drafter, max_batch=BATCH_SIZE, planner=Planner(is_active=False)):
+    num_nodes = drafter.num_nodes or drafter.num_draft_tokens + 1
+    # As many at a time as leave every tree whole.
+    batch_size = next((size for size in BATCH_SIZES if target.most_nodes(size) >= num_nodes), BATCH_SIZES[-1])
+    for step in decode(target, requests, drafter=drafter, max_batch=batch_size, planner=Planner(is_active=False)):
         reached = torch.stack([step.tree.depths.amax(1), step.acceptance.num_accepted], dim=1).tolist()
         for sequence, emitted, (depth, accepted) in zip(step.sequences, step.emitted, reached, strict=True):
             task = prompts[sequence.request.index].category

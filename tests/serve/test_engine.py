@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from selfspec import SamplingParams, Target, generate
+from selfspec.cache import CacheRow
 from selfspec.drafters import Drafter, DraftModelDrafter, EagleDrafter, NgramDrafter
 from selfspec.engine import EngineClosed, EngineFull, Event, Listener, SpecEngine
 from selfspec.generation import Completion
@@ -73,6 +75,24 @@ def assert_as_expected(done: Mapping[int, Completion], expected: list[Completion
 def test_many_at_once_get_what_each_gets_alone(make_engine: MakeEngine, expected: list[Completion], max_batch: int) -> None:
     engine = make_engine(max_batch=max_batch, prefill_tokens=16)
     assert_as_expected(answers(engine.stream(requests())), expected)
+
+
+def test_prompts_are_entered_in_whole_passes(
+    make_engine: MakeEngine, expected: list[Completion], target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a pass has a size: a prompt that is cut within one costs one more."""
+    monkeypatch.setattr(target, "max_rows", 8)
+    prefill, sizes = target.prefill, defaultdict(list)
+
+    def recorded(token_ids: torch.Tensor, row: CacheRow, *args: object, **options: object) -> object:
+        sizes[row].append(len(token_ids))
+        return prefill(token_ids, row, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(target, "prefill", recorded)
+    assert_as_expected(answers(make_engine(max_batch=24, prefill_tokens=20).stream(requests())), expected)
+    assert any(len(parts) > 1 for parts in sizes.values())
+    for parts in sizes.values():
+        assert all(size % 8 == 0 for size in parts[:-1]) and max(parts) <= 24
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
