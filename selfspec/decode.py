@@ -308,7 +308,8 @@ class Scheduler:
             # All that decides on the next step's size comes from here.
             is_typical = self._num_captured == num_captured and not self._is_mixed
             costs = self.target.agreed([is_typical, seconds.draft, seconds.verify + seconds.accept])
-            planner.observe(tree, facts, num_accepted, *(costs[1:] if costs[0] else (None, None)))
+            draft, verify = costs[1:] if costs[0] else (None, None)
+            planner.observe(tree, facts, num_accepted, None if drafter.was_behind else draft, verify)
         finished = [sequence for sequence in sequences if sequence.finish_reason is not None]
         for sequence in finished:
             self.cancel(sequence)

@@ -43,6 +43,10 @@ class Planner:
     # A step without drafts is taken this often, so that the cost of plain decoding stays known; so is a draft two tokens
     # longer than seems to pay, so that no size is given up for good for what one slow pass or another text said of it.
     PROBE_EVERY = 48
+    # Where nothing pays, probes are short drafts in so many steps, the first of which may cost more than the later ones;
+    # each time the wait for the next one doubles, up to MAX_PAUSE steps, and half of what was counted is forgotten.
+    PROBE_STEPS = 2
+    MAX_PAUSE = 384
     # Of what was counted, how much a step later still counts, and how many trials the first guess is worth.
     FADE = 0.98
     PRIOR = 4.0
@@ -55,7 +59,8 @@ class Planner:
         # By rows and nodes: the last timings of a pass, and their median.
         self._verify: dict[tuple[int, int], deque[float]] = {}
         self._seconds: dict[tuple[int, int], float] = {}
-        self._draft: dict[int, deque[float]] = {}
+        # By a power of two of rows and by depth.
+        self._draft: dict[int, dict[int, deque[float]]] = {}
         self._trials: list[float] = []
         self._hits: list[float] = []
         # By depth: how many accepted tokens the scores promised, and how many there were.
@@ -65,22 +70,42 @@ class Planner:
         self._sizes: dict[int, deque[int]] = {}
         self._steps = 0
         self._is_probe = False
+        self._asked = 0
+        # Steps since drafting last paid, and how many of them pass before a probe.
+        self._num_idle = 0
+        self._pause = self.PROBE_EVERY
 
     def num_draft_tokens(self, drafter: Drafter, batch: Batch) -> int:
         """How deep the drafter should go in this step."""
         limit = min(drafter.num_draft_tokens, max(sequence.max_depth for sequence in batch.sequences))
+        self._asked = max(limit, 0)
         if not self.is_active or limit <= 0:
-            return max(limit, 0)
+            return self._asked
         self._steps += 1
         self._is_probe = self._steps % self.PROBE_EVERY == self.PROBE_EVERY // 2
         if self._steps % self.PROBE_EVERY == 2:
-            return 0
-        if not drafter.is_costly:
-            return limit
-        seconds = self._verify_seconds(len(batch))
-        rates = [self._rate_of_chain(depth, len(batch), seconds) for depth in range(limit + 1)]
+            self._asked = 0
+        elif drafter.is_costly:
+            self._asked = min(self._depth(limit, len(batch)), limit)
+        return self._asked
+
+    def _depth(self, limit: int, num_rows: int) -> int:
+        """The best depth, or a probe's."""
+        verify, draft = self._verify_seconds(num_rows), self._draft_seconds(num_rows)
+        rates = [self._rate_of_chain(depth, verify, draft) for depth in range(limit + 1)]
         best = max(range(limit + 1), key=rates.__getitem__)
-        return min(best + 2, limit) if self._is_probe else best
+        if best > 0:
+            self._num_idle, self._pause = 0, self.PROBE_EVERY
+            return best + 2 if self._is_probe else best
+        self._num_idle += 1
+        self._is_probe = self._num_idle > self._pause
+        if not self._is_probe:
+            return 0
+        if self._num_idle == self._pause + 1:
+            self._trials, self._hits = ([count / 2 for count in counts] for counts in (self._trials, self._hits))
+        if self._num_idle == self._pause + self.PROBE_STEPS:
+            self._num_idle, self._pause = 0, min(2 * self._pause, self.MAX_PAUSE)
+        return 2
 
     def prune(self, tree: CandidateTree) -> CandidateTree:
         """Drop the nodes that cost more than they promise."""
@@ -134,8 +159,11 @@ class Planner:
             timings = self._verify.setdefault((B, N), deque(maxlen=self.MEMORY))
             timings.append(verify_seconds)
             self._seconds[B, N] = median(timings)
+        # A pruned tree may be lower than what was drafted.
+        depth = max(self._asked, tree.max_depth)
         if draft_seconds is not None and tree.max_depth > 0:
-            self._draft.setdefault(B, deque(maxlen=self.MEMORY)).append(draft_seconds / tree.max_depth)
+            by_depth = self._draft.setdefault(_power_of_two(B), {})
+            by_depth.setdefault(depth, deque(maxlen=self.MEMORY)).append(draft_seconds)
         depths, chances = [int(n) for n in facts[:B]], facts[B + 1 :]
         for num_drafted, accepted in zip(depths, num_accepted, strict=True):
             self._count(num_drafted, accepted)
@@ -167,16 +195,36 @@ class Planner:
             self._trials[depth] = self._trials[depth] * self.FADE + 1
             self._hits[depth] = self._hits[depth] * self.FADE + (depth < num_accepted)
 
-    def _rate_of_chain(self, depth: int, num_rows: int, verify_seconds: Callable[[int], float]) -> float:
+    def _rate_of_chain(
+        self, depth: int, verify_seconds: Callable[[int], float], draft_seconds: Callable[[int], float]
+    ) -> float:
         expected, chance = 1.0, 1.0
         for d in range(depth):
             chance *= self._hits[d] / self._trials[d] if d < len(self._trials) else 0.75
             expected += chance
-        draft = 0.0
-        if self._draft:
-            draft = median(self._draft[min(self._draft, key=lambda rows: abs(rows - num_rows))]) * depth
         num_nodes = round(median(self._sizes[depth])) if depth in self._sizes else depth + 1
-        return expected / (verify_seconds(num_nodes) + draft)
+        return expected / (verify_seconds(num_nodes) + draft_seconds(depth))
+
+    def _draft_seconds(self, num_rows: int) -> Callable[[int], float]:
+        """Seconds of a draft by its depth: measured, interpolated, or guessed as a pass a depth and one to begin with."""
+        if not self._draft:
+            return lambda depth: 0.0
+        wanted = _power_of_two(num_rows)
+        by_depth = self._draft[min(self._draft, key=lambda rows: abs(rows - wanted))]
+        known = {depth: median(timings) for depth, timings in sorted(by_depth.items())}
+        depths = list(known)
+
+        def seconds(depth: int) -> float:
+            if depth == 0:
+                return 0.0
+            place = bisect_right(depths, depth)
+            if 0 < place < len(depths):
+                low, high = depths[place - 1], depths[place]
+                return known[low] + (known[high] - known[low]) * (depth - low) / (high - low)
+            nearest = depths[max(place - 1, 0)]
+            return known[nearest] * (depth + 1) / (nearest + 1)
+
+        return seconds
 
     def _verify_seconds(self, num_rows: int) -> Callable[[int], float]:
         """Seconds of a pass by nodes a row: measured, interpolated, or guessed from the nearest size below.
@@ -204,3 +252,8 @@ class Planner:
             return low + (by_total[totals[place]] - low) * share
 
         return seconds
+
+
+def _power_of_two(number: int) -> int:
+    """The least one that is not below `number`."""
+    return 1 << (number - 1).bit_length()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -333,3 +334,28 @@ def test_a_step_beside_prompts_tells_what_held_and_no_cost() -> None:
     assert not planner._seconds and not planner._draft
     trials = [Planner.PRIOR * Planner.FADE + 1] * 2
     assert planner._trials == trials and planner._hits[0] > planner._hits[1]
+
+
+def test_a_drafts_cost_is_that_of_the_depth_drafted_whatever_was_pruned(target: Target) -> None:
+    """And a depth that was not tried is guessed from those that were."""
+    planner = Planner()
+    asked = planner.num_draft_tokens(COSTLY, batch_of(target, 1000))
+    assert asked == K
+    pruned = chain(torch.tensor([1]), torch.ones(1, 2, dtype=torch.int64))
+    observe(planner, pruned, outcome(pruned, [0]), 7.0, 1.0)
+    seconds = planner._draft_seconds(1)
+    assert [seconds(depth) for depth in (0, 2, K)] == [0.0, 3.0, 7.0]
+
+
+def test_probes_become_rarer_where_nothing_ever_pays(target: Target) -> None:
+    """[N5] each is two steps long, since the first has a pause to make up for."""
+    planner, batch = Planner(), batch_of(target, 9000)
+    depths = take_steps(planner, batch, 2500, num_holding=0, verify=lambda n: float(n), draft=1.0)
+    probes = [step for step, depth in enumerate(depths) if depth and step > 100]
+    begins = [step for step in probes if step - 1 not in probes]
+    assert len(probes) == 2 * len(begins) and {depths[step] for step in probes} == {2}
+    gaps = [after - before for before, after in pairwise(begins)]
+    # A step without drafts, taken to measure it, does not count.
+    assert all(after >= before - 1 for before, after in pairwise(gaps))
+    assert gaps[0] < Planner.MAX_PAUSE <= max(gaps) < Planner.MAX_PAUSE + 16
+    assert planner.num_draft_tokens(COSTLY, batch) == 0

@@ -28,6 +28,7 @@ class Drafter(ABC):
         num_nodes: most nodes of its trees, root included; 0 where they are chains.
         features: hidden states of the target that it wants of every committed token (see `selfspec.target`).
         verifies_itself: its `verify` is its own.
+        was_behind: its last proposal also entered what steps without drafts had left, so that its cost is no other's.
         is_costly: drafting takes a noticeable part of a target pass, so the planner decides before it, not only after.
     """
 
@@ -37,6 +38,7 @@ class Drafter(ABC):
     features: Sequence_[int] = ()
     is_costly: bool = False
     verifies_itself: bool = False
+    was_behind: bool = False
 
     @cached_property
     def planner(self) -> Planner:

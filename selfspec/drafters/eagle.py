@@ -141,7 +141,7 @@ class EagleDrafter(Drafter):
         if K == 0 or not active:
             return chain(batch.roots)
         sequences = [batch.sequences[b] for b in active]
-        self._catch_up(sequences, self.num_draft_tokens + 1)
+        self.was_behind = self._catch_up(sequences, self.num_draft_tokens + 1)
         counts = [len(self._rows[s].pending) for s in sequences]
         tree = self._propose_by_graph(batch, sequences, counts, K)
         if tree is None:
@@ -162,11 +162,11 @@ class EagleDrafter(Drafter):
             row.pending.add(taken, b, 0, sequence.row.length - row.cache_row.length - len(row.pending))
         self._catch_up(batch.sequences, MAX_PENDING)
 
-    def _catch_up(self, sequences: list[Sequence], most: int) -> None:
-        """Where more than `most` features of a row wait, enter all but the newest of every row."""
+    def _catch_up(self, sequences: list[Sequence], most: int) -> bool:
+        """Where more than `most` features of a row wait, enter all but the newest of every row; whether there were."""
         counts = [len(self._rows[sequence].pending) for sequence in sequences]
         if max(counts) <= most:
-            return
+            return False
         sequences = [sequence for sequence, count in zip(sequences, counts, strict=True) if count > 1]
         counts = [count - 1 for count in counts if count > 1]
         rows = [self._rows[sequence].cache_row for sequence in sequences]
@@ -179,6 +179,7 @@ class EagleDrafter(Drafter):
             row = self._rows[sequence]
             self._cache.advance(row.cache_row, count)
             row.pending.drop(count)
+        return True
 
     def _propose_by_pass(self, batch: Batch, sequences: list[Sequence], counts: list[int], depth: int) -> CandidateTree:
         rows = [self._rows[sequence].cache_row for sequence in sequences]
