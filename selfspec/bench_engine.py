@@ -120,6 +120,8 @@ def run(
             )
             for mode, drafters in modes.items()
         }
+        for engine in engines.values():
+            engine.warm_up()
         for repeat in range(num_repeats + 1):
             part = prompts[repeat * size : (repeat + 1) * size]
             order = list(engines)[:: -1 if repeat % 2 else 1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import queue
+import random
 import threading
 import time
 from collections import deque
@@ -23,9 +24,11 @@ from typing import Any
 import torch
 
 from selfspec.cache import KVCache
+from selfspec.config import SamplingParams
 from selfspec.decode import Group, Scheduler, Step
 from selfspec.drafters.base import Drafter, NoDrafter
 from selfspec.generation import Completion, completion_of
+from selfspec.graphs import CHUNK_BUCKETS, ROW_BUCKETS
 from selfspec.planner import Planner
 from selfspec.sequence import Request, Sequence
 from selfspec.target import Target
@@ -243,6 +246,30 @@ class SpecEngine:
                 yield event
         finally:
             handle.cancel()
+
+    def warm_up(self) -> None:
+        """Answer made-up prompts, so that CUDA graphs of prompts and batches of every size are there when requests come.
+
+        Nothing that is counted or learnt of drafts remains; what passes cost does.
+        """
+        if self.target.graphs is None:
+            return
+        draw = random.Random(0)
+        sampling = SamplingParams(max_new_tokens=16, ignore_eos=True)
+        room = min(self._scheduler.cache.max_tokens or 0, self.target.context_length) - sampling.max_new_tokens
+        # One prompt of every size, and batches of every size of short ones.
+        batches = [[size] for size in CHUNK_BUCKETS if size < room]
+        batches += [[1] * rows for rows in ROW_BUCKETS if rows <= self.max_batch]
+        listener, self.listener = self.listener, Listener()
+        for name in self.drafters:
+            # A graph is captured when its shape comes for the second time.
+            for sizes in batches * 2:
+                prompts = [[draw.randrange(self.target.vocab_size) for _ in range(size + 1)] for size in sizes]
+                for _ in self.stream([Request(ids, sampling, i) for i, ids in enumerate(prompts)], drafter=name):
+                    pass
+        self.listener = listener
+        for group in self._groups.values():
+            group.planner.forget()
 
     def load(self, make: Callable[[], Drafter], name: str | None = None) -> str:
         """Add a drafter; it is made on the engine's thread, since the target is in use there. Returns its name."""

@@ -75,6 +75,12 @@ class Planner:
         self._num_idle = 0
         self._pause = self.PROBE_EVERY
 
+    def forget(self) -> None:
+        """Unlearn what was accepted, and keep what passes cost."""
+        for counts in (self._trials, self._hits, self._promised, self._kept):
+            counts.clear()
+        self._num_idle, self._pause = 0, self.PROBE_EVERY
+
     def num_draft_tokens(self, drafter: Drafter, batch: Batch) -> int:
         """How deep the drafter should go in this step."""
         limit = min(drafter.num_draft_tokens, max(sequence.max_depth for sequence in batch.sequences))

@@ -68,6 +68,7 @@ class Service:
             use_cost_guard=use_cost_guard,
             listener=self.metrics,
         )
+        engine.warm_up()
         self.metrics.watch("num_requests_running", "requests in prefill or decoding", lambda: engine.num_running)
         self.metrics.watch("num_requests_waiting", "requests in the queue", lambda: engine.num_waiting)
         self.metrics.watch("kv_cache_usage_perc", "share of the KV cache in use, 0 to 1", lambda: engine.cache_use)

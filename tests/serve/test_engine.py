@@ -77,6 +77,30 @@ def test_many_at_once_get_what_each_gets_alone(make_engine: MakeEngine, expected
     assert_as_expected(answers(engine.stream(requests())), expected)
 
 
+def test_warming_up_leaves_graphs_and_nothing_else(
+    make_engine: MakeEngine, expected: list[Completion], target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = Graphs(target.device, is_rehearsal=True)
+    monkeypatch.setattr(target, "graphs", graphs)
+    told: list[object] = []
+
+    class Told(Listener):
+        def emitted(self, *args: object, **options: object) -> None:
+            told.append(args)
+
+    engine = make_engine(NgramDrafter(1), max_batch=4, listener=Told(), use_cost_guard=True)
+    engine.warm_up()
+    assert not told and engine.num_running == engine.num_waiting == 0 and engine.num_used_blocks == 0
+    planner = engine._groups["ngram"].planner
+    assert planner._seconds and not planner._trials
+    num_set_up = graphs.num_set_up
+    prompt = Request([7] * 100, SamplingParams(max_new_tokens=1), 0)
+    answers(engine.stream([prompt], drafter="none"))
+    assert graphs.num_set_up == num_set_up > 20
+    assert_as_expected(answers(engine.stream(requests())), expected)
+    assert told
+
+
 def test_prompts_are_entered_in_whole_passes(
     make_engine: MakeEngine, expected: list[Completion], target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
