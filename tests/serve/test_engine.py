@@ -89,6 +89,10 @@ def test_warming_up_leaves_graphs_and_nothing_else(
             told.append(args)
 
     engine = make_engine(NgramDrafter(1), max_batch=4, listener=Told(), use_cost_guard=True)
+    # As on a GPU, where it has all its blocks at once.
+    cache = engine._scheduler.cache
+    assert cache.max_blocks is not None
+    cache._grow(cache.max_blocks)
     engine.warm_up()
     assert not told and engine.num_running == engine.num_waiting == 0 and engine.num_used_blocks == 0
     planner = engine._groups["ngram"].planner
