@@ -147,6 +147,10 @@ class KVCache:
                 f"{self.device}: lower the cache's max_tokens"
             ) from error
 
+    def discard(self) -> None:
+        """Give the memory back; nothing can be stored any more, whatever rows still claim."""
+        self.keys, self.values = (pool[:, :0].clone() for pool in (self.keys, self.values))
+
     @property
     def device(self) -> torch.device:
         return self.keys.device

@@ -500,4 +500,7 @@ class SpecEngine:
                 drafter.retire(sequence)
             sequence.fail(error)
             self._deliver(sequence)
-        self._set_up()
+        # Two caches may be more than fits.
+        self._scheduler.cache.discard()
+        if not self._is_closed:
+            self._set_up()

@@ -381,6 +381,7 @@ def test_a_dying_engine_answers_everyone_and_rises_again(
     assert sum(event.is_last for event in events) == 6
     assert all(event.error is not None for event in events if event.is_last)
     assert_as_expected(answers(engine.stream(requests())), expected)
+    assert engine._scheduler is not scheduler and scheduler.cache.keys.numel() == 0, "the old cache's memory is given back"
 
 
 def test_drafters_come_and_go_under_load(make_engine: MakeEngine, expected: list[Completion], target: Target) -> None:
