@@ -33,9 +33,9 @@ def head_dir(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Headless Chromium: the system's, driven by playwright."""
+    """Headless Chromium: the system's, driven by playwright, whose event loop must end before other files' tests."""
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="driving the page needs playwright: pip install playwright"
     )
