@@ -137,6 +137,8 @@ def run(
                 runs.append(Run(num_streams, repeat, mode, seconds, num_tokens, length, is_identical))
         for engine in engines.values():
             engine.close()
+        # Their caches' memory is the next ones'.
+        engines.clear()
     return runs
 
 

@@ -144,12 +144,15 @@ class KVCache:
             free = torch.cuda.mem_get_info(self.device)[0] / 2**30
             raise MemoryError(
                 f"a KV cache of {num_blocks * self.block_size} tokens takes {size:.1f} GiB, and {free:.1f} GiB are free on "
-                f"{self.device}: lower the cache's max_tokens"
+                f"{self.device}: lower max_tokens, a server's cache_tokens"
             ) from error
 
-    def discard(self) -> None:
-        """Give the memory back; nothing can be stored any more, whatever rows still claim."""
-        self.keys, self.values = (pool[:, :0].clone() for pool in (self.keys, self.values))
+    def reset(self) -> None:
+        """Forget every row and all that was published; the memory stays, and with it what was captured for its addresses."""
+        # Ascending numbers are a heap.
+        self._free = list(range(self._num_blocks))
+        for known in (self._num_users, self._published, self._digests, self._idle):
+            known.clear()
 
     @property
     def device(self) -> torch.device:

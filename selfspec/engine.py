@@ -153,6 +153,9 @@ class SpecEngine:
         self._drafters: dict[str, Drafter] = {drafter.name: drafter for drafter in drafters}
         self.default_drafter = next(iter(self._drafters), NoDrafter.name)
         self._drafters.setdefault(NoDrafter.name, NoDrafter())
+        self._cache = KVCache(
+            target.kv_shape, dtype=target.dtype, device=target.device, max_tokens=cache_tokens, use_sharing=True
+        )
         self._scheduler: Scheduler
         self._groups: dict[str, Group]
         self._streams: dict[Sequence, _Stream] = {}
@@ -357,13 +360,9 @@ class SpecEngine:
         return self._groups[NoDrafter.name]
 
     def _set_up(self) -> None:
-        target = self.target
-        cache = KVCache(
-            target.kv_shape, dtype=target.dtype, device=target.device, max_tokens=self.cache_tokens, use_sharing=True
-        )
         self._scheduler = Scheduler(
             self.target,
-            cache,
+            self._cache,
             max_batch=self.max_batch,
             prefill_tokens=self.prefill_tokens,
             on_error=self._recover,
@@ -500,7 +499,6 @@ class SpecEngine:
                 drafter.retire(sequence)
             sequence.fail(error)
             self._deliver(sequence)
-        # Two caches may be more than fits.
-        self._scheduler.cache.discard()
-        if not self._is_closed:
-            self._set_up()
+        # Not a new one: what failed may still hold the memory of this one.
+        self._cache.reset()
+        self._set_up()
