@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Sequence_
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 
 from selfspec.accept import Acceptance, accept, accept_all_nodes
 from selfspec.cache import CacheFull, KVCache, Places
@@ -23,7 +24,7 @@ from selfspec.drafters.base import Drafter, NoDrafter
 from selfspec.graphs import NODE_BUCKETS, bucket
 from selfspec.planner import Planner
 from selfspec.sampling import Laws
-from selfspec.sequence import Batch, Emission, Request, Sequence
+from selfspec.sequence import Batch, Emission, Request, Sequence, report_of
 from selfspec.target import GraphShape, Target
 from selfspec.tree import CandidateTree, chain
 
@@ -297,10 +298,11 @@ class Scheduler:
             acceptance = accept(tree, verification.logits, batch.sampler)
             self.cache.compact(self.cache.locate(batch.rows), tree, acceptance)
             logits, features = verification.logits, _along(acceptance, verification.features)
+            report = report_of(tree, acceptance, planner.measure(tree) if planner.is_active else None)
         else:
-            acceptance, logits, features = self._verify_and_accept(group, tree, shape)
+            acceptance, report, logits, features = self._verify_and_accept(group, tree, shape)
             times.append(time.perf_counter())
-        emissions, num_accepted, facts = batch.commit(tree, acceptance, logits, planner.measure(tree))
+        emissions, num_accepted, facts = batch.commit(acceptance, logits, report)
         drafter.commit(batch, tree, acceptance, features)
         times.append(time.perf_counter())
         seconds = StepSeconds(*(end - start for start, end in pairwise(times)))
@@ -323,34 +325,41 @@ class Scheduler:
     def _graph_shape(self, group: Group, tree: CandidateTree) -> GraphShape | None:
         """The shape of the graph that can take the step from verification to the compacted cache, if there is one."""
         batch, drafter = group.batch, group.drafter
-        if self.target.graphs is None or drafter.verifies_itself or not batch.sampler.is_pathless:
+        if self.target.graphs is None or drafter.verifies_itself or not batch.is_pathless:
             return None
         return GraphShape.of(tree, batch.rows) if tree.is_deterministic else None
 
     def _verify_and_accept(
         self, group: Group, tree: CandidateTree, shape: GraphShape
-    ) -> tuple[Acceptance, torch.Tensor, dict[int, torch.Tensor]]:
-        """Verify, accept and compact as one CUDA graph: the acceptance, the logits, and the features along its path."""
-        batch, names, cache = group.batch, group.drafter.features, self.cache
-        laws = None if batch.sampler.is_greedy else batch.sampler.laws
-        extra = () if laws is None else (laws.integers, laws.fractions)
+    ) -> tuple[Acceptance, torch.Tensor, torch.Tensor, dict[int, torch.Tensor]]:
+        """Verify, accept and compact as one CUDA graph: acceptance, report, logits, and the features along the path."""
+        batch, names, cache, planner = group.batch, group.drafter.features, self.cache, group.planner
+        laws = None if batch.is_greedy else batch.sampler.laws
+        extra = [] if laws is None else [laws.integers, laws.fractions]
+        if is_scored := planner.is_active and tree.scores is not None:
+            assert tree.scores is not None
+            num_padding = shape.num_nodes - tree.num_nodes
+            extra.append(F.pad(tree.scores, (0, num_padding)) if num_padding else tree.scores)
 
         def run(places: Places, padded: CandidateTree, *extra: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            if is_scored:
+                padded, extra = replace(padded, scores=extra[-1]), extra[:-1]
             verification = self.target.verify_at(padded, places, cache, features=names)
             acceptance = accept_all_nodes(padded, verification.logits, Laws(*extra) if extra else None)
+            report = report_of(padded, acceptance, planner.measure(padded) if planner.is_active else None)
             cache.compact(places, padded, acceptance)
             outcome = torch.cat(
                 [acceptance.num_accepted[:, None], acceptance.is_valid[:, None], acceptance.path, acceptance.tokens], dim=1
             )
-            return outcome, verification.logits, *_along(acceptance, verification.features).values()
+            return outcome, report, verification.logits, *_along(acceptance, verification.features).values()
 
         B, N = tree.tokens.shape
-        outcome, logits, *taken = self.target.replay(
-            ("step", tuple(names)), run, tree, batch.rows, cache, shape, extra=extra, num_kept=1
-        )
+        key = ("step", tuple(names), is_scored, planner.is_active)
+        results = self.target.replay(key, run, tree, batch.rows, cache, shape, extra=extra, num_kept=1)
+        outcome, report, logits, *taken = results
         num_accepted, is_valid, path, tokens = outcome[:B].split([1, 1, shape.max_depth + 1, shape.max_depth + 1], dim=1)
         acceptance = Acceptance(path, num_accepted[:, 0], tokens, is_valid[:, 0].bool())
-        return acceptance, logits[:B, :N], {name: each[:B] for name, each in zip(names, taken, strict=True)}
+        return acceptance, report[:B], logits[:B, :N], {name: each[:B] for name, each in zip(names, taken, strict=True)}
 
     def _propose(self, group: Group) -> CandidateTree:
         """What the drafter proposes and the planner keeps; the roots alone where the cache has no room for more."""

@@ -132,21 +132,19 @@ class Planner:
 
     @staticmethod
     def measure(tree: CandidateTree) -> torch.Tensor:
-        """What `observe` must know of a tree, on the device: [B] how deep each row drafts, then [K + 1] what was promised.
+        """What `observe` must know of a tree, [B, 1 + K + 1] on the device: how deep a row drafts, and what was promised.
 
-        Of each depth that is the sum of all nodes' chances, 0 where there are no scores. Float64, so that it can be read
+        Of each depth that is the sum of its nodes' chances, 0 where there are no scores. Float64, so that it can be read
         together with a step's tokens.
         """
-        promised = torch.zeros(tree.max_depth + 1, dtype=torch.float64, device=tree.tokens.device)
-        if tree.scores is not None:
-            mass = torch.where(tree.is_real, tree.scores.exp(), 0.0).double()
-            promised.index_add_(0, tree.depths.flatten(), mass.flatten())
-        return torch.cat([tree.depths.amax(1).double(), promised])
+        at_depth = tree.depths[:, :, None] == torch.arange(tree.max_depth + 1, device=tree.tokens.device)  # [B, N, K + 1]
+        chances = 0.0 if tree.scores is None else torch.where(tree.is_real, tree.scores.exp(), 0.0).double()[:, :, None]
+        return torch.cat([tree.depths.amax(1, keepdim=True).double(), (at_depth * chances).sum(1)], dim=1)
 
     def observe(
         self,
         tree: CandidateTree,
-        facts: list[float],
+        facts: list[list[float]],
         num_accepted: list[int],
         draft_seconds: float | None,
         verify_seconds: float | None,
@@ -154,7 +152,7 @@ class Planner:
         """A step's cost and outcome.
 
         Args:
-            facts: what `measure` gave.
+            facts: what `measure` gave, row by row.
             num_accepted: of each row.
             draft_seconds, verify_seconds: None where they are no other step's: a graph was captured, prompts were entered.
         """
@@ -170,13 +168,15 @@ class Planner:
         if draft_seconds is not None and tree.max_depth > 0:
             by_depth = self._draft.setdefault(_power_of_two(B), {})
             by_depth.setdefault(depth, deque(maxlen=self.MEMORY)).append(draft_seconds)
-        depths, chances = [int(n) for n in facts[:B]], facts[B + 1 :]
+        depths = [int(row[0]) for row in facts]
         for num_drafted, accepted in zip(depths, num_accepted, strict=True):
             self._count(num_drafted, accepted)
         self._sizes.setdefault(max(depths), deque(maxlen=self.MEMORY)).append(N)
         if tree.scores is not None:
-            for depth, chance in enumerate(chances):
-                self._compare(depth, chance, sum(accepted > depth for accepted in num_accepted))
+            for depth in range(tree.max_depth):
+                self._compare(
+                    depth, sum(row[depth + 2] for row in facts), sum(accepted > depth for accepted in num_accepted)
+                )
 
     def _compare(self, depth: int, promised: float, kept: int) -> None:
         """One step's promise for a depth, and what came of it; old steps fade."""

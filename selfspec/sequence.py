@@ -129,9 +129,7 @@ class Emission:
 class Batch:
     """The sequences decoding now, and their tensors. Rows come and go between steps; `sampler` follows.
 
-    Attributes:
-        history: [B, C] int64, prompt and output of each row, with room for a walk behind the end.
-        num_tokens: [B] int64, the same numbers as the sequences' `num_tokens`.
+    What is emitted reaches the tensors when someone asks for them: of greedy decoding nobody does, and no step waits.
     """
 
     def __init__(self, target: Target, cache: KVCache) -> None:
@@ -139,10 +137,12 @@ class Batch:
         self.cache = cache
         self.device = target.device
         self.sequences: list[Sequence] = []
-        self.history = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
-        self.num_tokens = torch.zeros(0, dtype=torch.int64, device=self.device)
-        self.sampler: Sampler
+        self._history = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
+        self._num_tokens = torch.zeros(0, dtype=torch.int64, device=self.device)
+        self._sampler: Sampler
         self._is_stale = False
+        # The steps that the tensors don't know of; None where they are too many to be worth keeping.
+        self._missing: list[Acceptance] | None = []
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -152,9 +152,37 @@ class Batch:
         return [sequence.row for sequence in self.sequences]
 
     @property
+    def history(self) -> torch.Tensor:
+        """[B, C] int64, prompt and output of each row, with room for a walk behind the end."""
+        self._catch_up()
+        return self._history
+
+    @property
+    def num_tokens(self) -> torch.Tensor:
+        """[B] int64, the same numbers as the sequences' `num_tokens`."""
+        self._catch_up()
+        return self._num_tokens
+
+    @property
+    def sampler(self) -> Sampler:
+        """The present rows'. It reads and writes `history`."""
+        self._catch_up()
+        return self._sampler
+
+    @property
+    def is_greedy(self) -> bool:
+        return self._sampler.is_greedy
+
+    @property
+    def is_pathless(self) -> bool:
+        """No row's choice depends on a path, as `Sampler` has it."""
+        return self._sampler.is_pathless
+
+    @property
     def roots(self) -> torch.Tensor:
         """[B] the last token of each row."""
-        return self.history.gather(1, self.num_tokens[:, None] - 1)[:, 0]
+        last = [(sequence.token_ids or sequence.request.prompt_ids)[-1] for sequence in self.sequences]
+        return torch.tensor(last).to(self.device, non_blocking=True)
 
     @property
     def max_depths(self) -> torch.Tensor:
@@ -199,7 +227,7 @@ class Batch:
         if not self.sequences:
             return
         longest = max(sequence.num_tokens for sequence in self.sequences)
-        if self._is_stale or longest + MAX_WALK > self.history.shape[1]:
+        if self._is_stale or longest + MAX_WALK > self._history.shape[1]:
             self._rebuild(longest + HISTORY_GROWTH + MAX_WALK)
             self._is_stale = False
 
@@ -209,38 +237,30 @@ class Batch:
         self._is_stale = True
 
     def commit(
-        self, tree: CandidateTree, acceptance: Acceptance, logits: torch.Tensor, facts: torch.Tensor
-    ) -> tuple[list[Emission], list[int], list[float]]:
-        """Take a step's outcome over: tensors, cache lengths, outputs.
+        self, acceptance: Acceptance, logits: torch.Tensor, report: torch.Tensor
+    ) -> tuple[list[Emission], list[int], list[list[float]]]:
+        """Take a step's outcome over: cache lengths, outputs, and in time the tensors.
 
         A row whose logits held a NaN or an infinity where a token was to be chosen ends with an error, alone.
 
         Args:
-            facts: float64 numbers that someone else wants to read.
+            report: what `report_of` gave.
 
         Returns:
-            Each row's emission, how many of its drafts were accepted (behind an end, too), and `facts`.
+            Each row's emission, how many of its drafts were accepted (behind an end, too), and the report's facts.
         """
-        index = self.num_tokens[:, None] + torch.arange(acceptance.tokens.shape[1], device=self.device)
-        self.history.scatter_(1, index, acceptance.tokens.clamp(min=0))
-        self.num_tokens += acceptance.num_accepted + 1
+        if self._missing is not None:
+            self._missing.append(acceptance)
+            if len(self._missing) > MAX_MISSING:
+                self._missing = None
         logprobs = self._logprobs(acceptance, logits)
-        outcome = torch.cat(
-            [
-                acceptance.num_accepted[:, None],
-                acceptance.is_valid[:, None],
-                (tree.is_real.sum(1) - 1)[:, None],
-                acceptance.tokens,
-            ],
-            dim=1,
-        )
-        # The step's one read: everything the host must know, in one tensor. Float64 holds any token.
-        read = torch.cat([outcome.double().flatten(), facts]).tolist()
-        width, rest = outcome.shape[1], read[outcome.numel() :]
-        emissions, accepted = [], []
-        for b, sequence in enumerate(self.sequences):
-            num_accepted, is_valid, num_drafts, *tokens = map(int, read[b * width : (b + 1) * width])
+        width = acceptance.tokens.shape[1]
+        emissions, accepted, facts = [], [], []
+        # The step's one read: everything the host must know, in one tensor.
+        for b, (sequence, row) in enumerate(zip(self.sequences, report.tolist(), strict=True)):
+            num_accepted, is_valid, num_drafts, *tokens = map(int, row[: 3 + width])
             accepted.append(num_accepted)
+            facts.append(row[3 + width :])
             self.cache.advance(sequence.row, num_accepted + 1)
             sequence.num_target_passes += 1
             sequence.num_draft_tokens += num_drafts
@@ -265,7 +285,21 @@ class Batch:
                     sequence.top_logprobs += [entries[:count] for entries in top[: len(kept)]]
             sequence.seconds = time.perf_counter() - sequence.started
             emissions.append(emission)
-        return emissions, accepted, rest
+        return emissions, accepted, facts
+
+    def _catch_up(self) -> None:
+        """Let the tensors have all that was emitted; what the rows ended behind does not matter any more."""
+        if self._missing is None:
+            tokens = [s.request.prompt_ids + s.token_ids for s in self.sequences]
+            longest = max(map(len, tokens))
+            self._history[:, :longest] = torch.tensor([ids + [0] * (longest - len(ids)) for ids in tokens]).to(self.device)
+            self._num_tokens.copy_(torch.tensor([len(ids) for ids in tokens]))
+            self._missing = []
+        for acceptance in self._missing:
+            index = self._num_tokens[:, None] + torch.arange(acceptance.tokens.shape[1], device=self.device)
+            self._history.scatter_(1, index, acceptance.tokens.clamp(min=0))
+            self._num_tokens += acceptance.num_accepted + 1
+        self._missing.clear()
 
     def _logprobs(
         self, acceptance: Acceptance, logits: torch.Tensor
@@ -292,21 +326,36 @@ class Batch:
         """Make the tensors and the sampler anew for the present rows, with room for `capacity` tokens each."""
         sequences = self.sequences
         tokens = [s.request.prompt_ids + s.token_ids for s in sequences]
-        self.history = torch.tensor([ids + [0] * (capacity - len(ids)) for ids in tokens]).to(self.device)
-        self.num_tokens = torch.tensor([len(ids) for ids in tokens]).to(self.device)
-        self.sampler = Sampler(
+        self._history = torch.tensor([ids + [0] * (capacity - len(ids)) for ids in tokens]).to(self.device)
+        self._num_tokens = torch.tensor([len(ids) for ids in tokens]).to(self.device)
+        self._missing = []
+        self._sampler = Sampler(
             [s.sampling for s in sequences],
             torch.tensor([s.key for s in sequences]).to(self.device),
-            self.history,
-            self.num_tokens,
+            self._history,
+            self._num_tokens,
             torch.tensor([len(s.request.prompt_ids) for s in sequences]).to(self.device),
             self.target.eos_token_ids,
             [s.grammar for s in sequences],
         )
 
 
+def report_of(tree: CandidateTree, acceptance: Acceptance, facts: torch.Tensor | None) -> torch.Tensor:
+    """What the host reads of a step, [B, 3 + K + 1 + F]: `num_accepted`, `is_valid`, drafted nodes, `tokens`, `facts`.
+
+    Args:
+        facts: [B, F] float64 of someone else's. Float64 holds any token.
+    """
+    num_drafted = tree.is_real.sum(1, keepdim=True) - 1
+    columns = [acceptance.num_accepted[:, None], acceptance.is_valid[:, None], num_drafted, acceptance.tokens]
+    outcome = torch.cat(columns, dim=1).double()
+    return outcome if facts is None else torch.cat([outcome, facts], dim=1)
+
+
 # The deepest walk that `Batch.history` keeps room for.
 MAX_WALK = 128
+# Steps that it may lag behind before it is cheaper to make it anew.
+MAX_MISSING = 16
 # How many tokens it has room for beyond that when it is made: drafters look through all of it, so that room for the longest
 # possible output would cost every step.
 HISTORY_GROWTH = 256

@@ -127,10 +127,10 @@ def chain(
         scores: [B, K] log-probability that draft k and all before it are accepted.
         draft_probs: [B, K, V] for sampled drafts.
     """
-    B = roots.shape[0]
     if drafts is None:
-        drafts = roots.new_empty(B, 0)
-    K = drafts.shape[1]
+        tokens = roots[:, None]
+        return CandidateTree(tokens, torch.full_like(tokens, -1), torch.zeros_like(tokens), max_depth=0, is_chain=True)
+    B, K = drafts.shape
     is_real = (drafts >= 0).cumprod(1).bool()
     tokens = torch.cat([roots[:, None], torch.where(is_real, drafts, -1)], dim=1)
     depths = torch.arange(K + 1, device=roots.device).expand(B, K + 1)

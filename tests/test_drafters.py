@@ -23,7 +23,7 @@ from selfspec.generation import generate
 from selfspec.planner import Planner
 from selfspec.sequence import Batch, Request
 from selfspec.target import Target
-from selfspec.tree import CandidateTree
+from selfspec.tree import CandidateTree, chain
 
 VOCAB_SIZE = 40
 
@@ -456,3 +456,33 @@ def test_an_int8_draft_of_a_float32_target_changes_nothing(tiny_target_dir: Path
         got = generate(target, prompts, drafter=drafter, sampling=sampling, batch_size=2, use_cost_guard=False)
         assert [c.token_ids for c in got] == expected
         assert sum(c.num_accepted_tokens for c in got) > 0
+
+
+class _Onlooker(NoDrafter):
+    """Looks at a batch's tensors in every so many steps, and compares them with what the sequences hold."""
+
+    num_draft_tokens = 3
+
+    def __init__(self, period: int) -> None:
+        self.period, self.num_steps, self.num_looks = period, 0, 0
+
+    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+        self.num_steps += 1
+        roots = batch.roots.tolist()
+        if self.num_steps % self.period == 0:
+            self.num_looks += 1
+            sampler = batch.sampler
+            assert sampler.history is batch.history and sampler.num_tokens is batch.num_tokens
+            for b, sequence in enumerate(batch.sequences):
+                tokens = sequence.request.prompt_ids + sequence.token_ids
+                assert batch.history[b, : batch.num_tokens[b]].tolist() == tokens and roots[b] == tokens[-1]
+        return chain(batch.roots, torch.randint(0, 8, (len(batch), num_draft_tokens)))
+
+
+@pytest.mark.parametrize("period", [1, 5, 16, 17, 18, 40])
+def test_a_batch_s_tensors_have_all_that_was_emitted(target: Target, period: int) -> None:
+    """However long nobody has asked; rows come and go meanwhile."""
+    onlooker = _Onlooker(period)
+    prompts = [[1, 2, 3, 1, 2], [7], [5, 6, 5, 6, 5, 6, 5], [9, 9]]
+    all_steps(target, prompts, onlooker, SamplingParams(max_new_tokens=45), max_batch=2)
+    assert onlooker.num_looks >= 1

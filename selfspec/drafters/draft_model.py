@@ -93,7 +93,7 @@ class DraftModelDrafter(Drafter):
         rows = [self._rows[batch.sequences[b]] for b in active]
         index = torch.tensor(active).to(batch.device)
         logits = self._catch_up(batch, active, rows)
-        if self.width > 1 and batch.sampler.is_greedy and not self.is_sampled:
+        if self.width > 1 and batch.is_greedy and not self.is_sampled:
             tree = self._grow(batch.roots[index], logits, rows, K)
             return spread(tree, batch.roots, index)
         drafts, probs = [], []
