@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,6 +53,11 @@ def test_a_full_disk_costs_no_answer(start: Start, tmp_path: Path, monkeypatch: 
     def write(file: int, line: bytes) -> int:
         raise OSError(28, "No space left on device")
 
+    # A conversation is written behind its answer.
+    deadline = time.monotonic() + 30
+    while not server.metrics()["selfspec:captured_conversations"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     monkeypatch.setattr("selfspec.capture.os.write", write)
     assert text(ask(server, "one two", max_tokens=8)) == expected
     server.service.capture.close()
