@@ -354,8 +354,8 @@ def report_of(tree: CandidateTree, acceptance: Acceptance, facts: torch.Tensor |
 
 # The deepest walk that `Batch.history` keeps room for.
 MAX_WALK = 128
-# Steps that it may lag behind before it is cheaper to make it anew.
-MAX_MISSING = 16
 # How many tokens it has room for beyond that when it is made: drafters look through all of it, so that room for the longest
 # possible output would cost every step.
 HISTORY_GROWTH = 256
+# Steps that it may lag behind before it is cheaper to write it anew.
+MAX_MISSING = 16
