@@ -290,11 +290,7 @@ class Batch:
     def _catch_up(self) -> None:
         """Let the tensors have all that was emitted; what the rows ended behind does not matter any more."""
         if self._missing is None:
-            tokens = [s.request.prompt_ids + s.token_ids for s in self.sequences]
-            longest = max(map(len, tokens))
-            self._history[:, :longest] = torch.tensor([ids + [0] * (longest - len(ids)) for ids in tokens]).to(self.device)
-            self._num_tokens.copy_(torch.tensor([len(ids) for ids in tokens]))
-            self._missing = []
+            return self._rebuild(self._history.shape[1])
         for acceptance in self._missing:
             index = self._num_tokens[:, None] + torch.arange(acceptance.tokens.shape[1], device=self.device)
             self._history.scatter_(1, index, acceptance.tokens.clamp(min=0))
@@ -357,5 +353,5 @@ MAX_WALK = 128
 # How many tokens it has room for beyond that when it is made: drafters look through all of it, so that room for the longest
 # possible output would cost every step.
 HISTORY_GROWTH = 256
-# Steps that it may lag behind before it is cheaper to write it anew.
+# Steps that it may lag behind before it is cheaper to make it anew.
 MAX_MISSING = 16
