@@ -8,8 +8,8 @@ from typing import Any
 import gradio as gr
 
 from selfspec.app import render
-from selfspec.app.bench import Bench, Messages, Outcome
-from selfspec.app.parts import AT_ONCE, COMPUTING, Updates, html
+from selfspec.app.events import AT_ONCE, COMPUTING, Updates, html
+from selfspec.app.races import Bench, Messages, Outcome
 from selfspec.app.settings import ALONE, CHAT, EXAMPLES, LIVE, MAX_DRAFTERS, MAX_NEW_TOKENS, MESSAGE, TEXT, Settings
 from selfspec.failures import describe
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gradio as gr
 
 from selfspec.app import render
-from selfspec.app.parts import COMPUTING, Updates, html
-from selfspec.app.workbench import Workbench
+from selfspec.app.events import COMPUTING, Updates, html
+from selfspec.app.local_races import Workbench
 from selfspec.failures import describe
 
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import gradio as gr
 
 from selfspec.app import render
-from selfspec.app.bench import Bench
 from selfspec.app.compare_tab import CompareTab
+from selfspec.app.events import DRAWING, html
 from selfspec.app.heads_tab import HeadsTab
-from selfspec.app.parts import DRAWING, html
+from selfspec.app.local_races import Workbench
 from selfspec.app.plan_tab import PlanTab
+from selfspec.app.races import Bench
 from selfspec.app.remote import Server
 from selfspec.app.remote_bench import WHY_NEEDS_A_TARGET, RemoteBench
 from selfspec.app.why_tab import WhyTab
-from selfspec.app.workbench import Workbench
-from selfspec.target import Target
+from selfspec.model.target import Target
 
 # How many people may wait for the one target; the next is told that the queue is full.
 MAX_WAITING = 8
@@ -81,6 +81,6 @@ def serve(source: Target | Server, *, host: str = "127.0.0.1", port: int | None 
 
 
 if __name__ == "__main__":
-    from selfspec.cli import app
+    from selfspec.cli.main import app
 
     app(["app", *sys.argv[1:]], prog_name="app/main.py")

@@ -9,12 +9,12 @@ import gradio as gr
 import pandas as pd
 
 from selfspec.app import render
-from selfspec.app.parts import DRAWING, Updates, html
-from selfspec.cards import CARDS
-from selfspec.estimate import MAX_DRAFT_TOKENS
+from selfspec.app.events import DRAWING, Updates, html
 from selfspec.failures import describe
-from selfspec.plan import assumed_rates, make_plan
-from selfspec.sizes import DraftSize, ModelSize, draft_size
+from selfspec.plan.accelerators import CARDS
+from selfspec.plan.formulas import MAX_DRAFT_TOKENS
+from selfspec.plan.predict import assumed_rates, make_plan
+from selfspec.plan.sizes import DraftSize, ModelSize, draft_size
 
 DEPTH, SPEEDUP = "draft tokens", "speed-up"
 

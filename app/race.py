@@ -14,13 +14,13 @@ from typing import cast
 
 import torch
 
-from selfspec.compare import WARM_UP
-from selfspec.decode import Step, decode
-from selfspec.detokenize import TextStream
+from selfspec.bench.compare import WARM_UP
 from selfspec.drafters import Drafter
-from selfspec.planner import Planner
-from selfspec.sequence import Request
-from selfspec.target import Target
+from selfspec.loop.decode import Step, decode
+from selfspec.loop.planner import Planner
+from selfspec.loop.sequence import Request
+from selfspec.loop.text import TextStream
+from selfspec.model.target import Target
 from selfspec.tree import chain
 
 # The page is drawn anew at most this often.

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from selfspec.app import render
-from selfspec.app.bench import Bench, Messages, View
 from selfspec.app.race import SECONDS_PER_FRAME
+from selfspec.app.races import Bench, Messages, View
 from selfspec.app.remote import Call, RemoteColumn, Server
 from selfspec.app.settings import LIVE, Settings, label_of
-from selfspec.compare import WARM_UP
+from selfspec.bench.compare import WARM_UP
 
 WHY_NEEDS_A_TARGET = (
     "What happens in a step stays on the server: the step-by-step view needs a local target. Start `selfspec app` without "

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from selfspec.app.race import Column, Figures, Node, Parting, StepRecord
 from selfspec.app.remote import RemoteColumn
-from selfspec.plan import Choice, Plan
+from selfspec.plan.predict import Choice, Plan
 
 # Deeper drafts look alike: nobody counts past this.
 MAX_SHADE = 6

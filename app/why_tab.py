@@ -5,9 +5,9 @@ from __future__ import annotations
 import gradio as gr
 
 from selfspec.app import render
-from selfspec.app.parts import DRAWING, Updates, html
+from selfspec.app.events import DRAWING, Updates, html
+from selfspec.app.local_races import Race
 from selfspec.app.race import Column
-from selfspec.app.workbench import Race
 
 
 class WhyTab:

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from selfspec.heads.base import DraftHead, HeadConfig
-from selfspec.heads.stack import Resume, decoder_layers, final_norm, new_layers, number_layers, with_layers
+from selfspec.model.layers import Resume, decoder_layers, final_norm, new_layers, number_layers, with_layers
 
 
 @dataclass(frozen=True, kw_only=True)

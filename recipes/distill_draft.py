@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from selfspec.drafters import drafter_of
+from selfspec.drafters.shipped import identity
 from selfspec.failures import reported_failures
 from selfspec.heads.early_exit import DistilledDraft
-from selfspec.hub import identity
 from selfspec.train.trainer import run, set_up
 
 

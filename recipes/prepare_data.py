@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from selfspec import SamplingParams
-from selfspec.data_cli import (
+from selfspec.cli.data import (
     CleanOptions,
     SourcesArgument,
     WritingOptions,
@@ -26,12 +26,12 @@ from selfspec.data_cli import (
     show_and_save,
     write,
 )
-from selfspec.options import DraftOptions, TargetOptions, command
-from selfspec.prompts import OutputWriter
-from selfspec.train.conversations import Conversation, Report
-from selfspec.train.masking import tokenize_all
-from selfspec.train.regenerate import regenerate
-from selfspec.train.sources import read_conversations
+from selfspec.cli.options import DraftOptions, TargetOptions, command
+from selfspec.traffic.conversations import Conversation, Report
+from selfspec.traffic.masking import tokenize_all
+from selfspec.traffic.prompt_files import OutputWriter
+from selfspec.traffic.regenerate import regenerate
+from selfspec.traffic.sources import read_conversations
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

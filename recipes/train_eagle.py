@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from selfspec.drafters import EagleDrafter
+from selfspec.drafters.shipped import identity
 from selfspec.failures import reported_failures
 from selfspec.heads.eagle import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
-from selfspec.hub import identity
 from selfspec.train.trainer import frequent_tokens, run, set_up
 
 

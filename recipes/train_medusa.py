@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from selfspec.drafters import MedusaDrafter
+from selfspec.drafters.shipped import identity
 from selfspec.failures import reported_failures
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
-from selfspec.hub import identity
 from selfspec.train.trainer import run, set_up
 
 

@@ -4,10 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from selfspec.api import Completion, StreamEvent, generate, generate_iter, stream
     from selfspec.config import SamplingParams
     from selfspec.drafters import Drafter, load_drafter
-    from selfspec.generation import Completion, StreamEvent, generate, generate_iter, stream
-    from selfspec.target import Target
+    from selfspec.model.target import Target
 
 __version__ = "0.1.0"
 
@@ -16,12 +16,12 @@ _HOMES = {
     "SamplingParams": "selfspec.config",
     "Drafter": "selfspec.drafters",
     "load_drafter": "selfspec.drafters",
-    "Completion": "selfspec.generation",
-    "StreamEvent": "selfspec.generation",
-    "generate": "selfspec.generation",
-    "generate_iter": "selfspec.generation",
-    "stream": "selfspec.generation",
-    "Target": "selfspec.target",
+    "Completion": "selfspec.api",
+    "StreamEvent": "selfspec.api",
+    "generate": "selfspec.api",
+    "generate_iter": "selfspec.api",
+    "stream": "selfspec.api",
+    "Target": "selfspec.model.target",
 }
 
 __all__ = [

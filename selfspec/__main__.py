@@ -1,5 +1,5 @@
 """`python -m selfspec`, for where the `selfspec` script is not on the path."""
 
-from selfspec.cli import app
+from selfspec.cli.main import app
 
 app(prog_name="selfspec")

@@ -23,15 +23,15 @@ from typing import Any
 
 import torch
 
-from selfspec.cache import KVCache
+from selfspec.api import Completion, completion_of
+from selfspec.cache.kv import KVCache
 from selfspec.config import SamplingParams
-from selfspec.decode import Group, Scheduler, Step
-from selfspec.drafters.base import Drafter, NoDrafter
-from selfspec.generation import Completion, completion_of
-from selfspec.graphs import CHUNK_BUCKETS, ROW_BUCKETS
-from selfspec.planner import Planner
-from selfspec.sequence import Request, Sequence
-from selfspec.target import Target
+from selfspec.loop.decode import Group, Scheduler, Step
+from selfspec.loop.drafter import Drafter, NoDrafter
+from selfspec.loop.planner import Planner
+from selfspec.loop.sequence import Request, Sequence
+from selfspec.model.graphs import CHUNK_BUCKETS, ROW_BUCKETS
+from selfspec.model.target import Target
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Tiny random targets of every served family, and drafters that only tests need."""
+"""Tiny random targets of every served family, heads for them, and drafters that only tests need."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
-from selfspec.drafters.base import Drafter
-from selfspec.sequence import Batch
-from selfspec.target import Target
+from selfspec.heads.base import TargetIdentity
+from selfspec.heads.eagle import EagleConfig, EagleHead
+from selfspec.loop.drafter import Drafter
+from selfspec.loop.sequence import Batch
+from selfspec.model.target import Target
 from selfspec.tree import CandidateTree, from_parents
 
 VOCAB_SIZE = 61
@@ -98,6 +100,25 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 def tiny_target(family: str = "llama", seed: int = 0, **changes: Any) -> Target:
     return Target(tiny_model(family, seed, **changes), name=family)
+
+
+def identity(target: Target) -> TargetIdentity:
+    return TargetIdentity.of(target.model, target.tokenizer, name=target.name)
+
+
+def eagle_head(target: Target, **changes: object) -> EagleHead:
+    torch.manual_seed(1)
+    config = EagleConfig(
+        target=identity(target),
+        feature_layers=tuple(changes.pop("feature_layers", (0, 1))),  # type: ignore[call-overload]
+        intermediate_size=48,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        draft_vocab_size=int(changes.pop("draft_vocab_size", target.vocab_size)),  # type: ignore[call-overload]
+        **changes,  # type: ignore[arg-type]
+    )
+    return EagleHead(config)
 
 
 def random_prompts(count: int, lengths: tuple[int, int], seed: int = 0) -> list[list[int]]:

@@ -66,7 +66,7 @@ def test_library_imports_without_the_optional_packages():
         "import sys\n"
         "for name in 'triton gradio fastapi uvicorn accelerate datasets datasketch peft torchao'.split():\n"
         "    sys.modules[name] = None\n"
-        "import selfspec, selfspec.heads, selfspec.data_cli, selfspec.train.masking, selfspec.train.clean\n"
+        "import selfspec, selfspec.heads, selfspec.cli.data, selfspec.traffic.masking, selfspec.traffic.clean\n"
         "from selfspec import Target, SamplingParams, load_drafter, generate, generate_iter, stream\n"
     )
 
@@ -77,7 +77,7 @@ def test_library_leaves_the_terminal_packages_alone():
 
 
 def test_command_line_starts_without_torch():
-    loaded = run_python("import sys, selfspec.cli; print('torch' in sys.modules, 'transformers' in sys.modules)")
+    loaded = run_python("import sys, selfspec.cli.main; print('torch' in sys.modules, 'transformers' in sys.modules)")
     assert loaded.strip() == "False False"
 
 

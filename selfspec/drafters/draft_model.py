@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from selfspec.cache import CacheRow
-from selfspec.drafters.base import Drafter
+from selfspec.cache.kv import CacheRow
 from selfspec.drafters.growth import grow, over_nodes, spread
 from selfspec.kernels.noise import Stream
+from selfspec.loop.drafter import Drafter
 from selfspec.tree import CandidateTree, chain
 
 if TYPE_CHECKING:
-    from selfspec.accept import Acceptance
-    from selfspec.sequence import Batch, Sequence
-    from selfspec.target import Target
+    from selfspec.loop.accept import Acceptance
+    from selfspec.loop.sequence import Batch, Sequence
+    from selfspec.model.target import Target
 
 logger = logging.getLogger(__name__)
 

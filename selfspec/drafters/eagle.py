@@ -17,22 +17,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from selfspec.cache import CacheRow, KVCache, KVShape, Places
-from selfspec.drafters.base import Drafter
-from selfspec.drafters.eagle_pass import EaglePass, Growth
+from selfspec.cache.kv import CacheRow, KVCache, KVShape, Places
+from selfspec.drafters.fused_eagle import EaglePass, Growth
 from selfspec.drafters.growth import LayerPass, grow, over_nodes, spread, tree_by_graph
-from selfspec.drafters.pending import Pending
-from selfspec.graphs import CHUNK_BUCKETS, NODE_BUCKETS, ROW_BUCKETS, bucket, column_bucket, fill_rows
+from selfspec.drafters.waiting_features import Pending
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.kernels.linear import MAX_ROWS
 from selfspec.kernels.tree_attention import tree_attention
-from selfspec.loading import lay_out
-from selfspec.target import Target
+from selfspec.loop.drafter import Drafter
+from selfspec.model.graphs import CHUNK_BUCKETS, NODE_BUCKETS, ROW_BUCKETS, bucket, column_bucket, fill_rows
+from selfspec.model.load import lay_out
+from selfspec.model.target import Target
 from selfspec.tree import CandidateTree, chain
 
 if TYPE_CHECKING:
-    from selfspec.accept import Acceptance
-    from selfspec.sequence import Batch, Sequence
+    from selfspec.loop.accept import Acceptance
+    from selfspec.loop.sequence import Batch, Sequence
 
 # Entries of a prompt that a pass takes, and features of a row that may wait while nothing is drafted.
 PREFILL_CHUNK = 256

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from selfspec.cache import CacheRow, KVCache
-from selfspec.drafters.base import Drafter
+from selfspec.cache.kv import CacheRow, KVCache
 from selfspec.drafters.growth import append
-from selfspec.drafters.pending import Pending
+from selfspec.drafters.waiting_features import Pending
 from selfspec.heads.early_exit import EarlyExitHead
-from selfspec.heads.stack import Resume, decoder_layers
-from selfspec.loading import lay_out
-from selfspec.target import SplitTarget, Target, Verification
+from selfspec.loop.drafter import Drafter
+from selfspec.model.layers import Resume, decoder_layers
+from selfspec.model.load import lay_out
+from selfspec.model.target import SplitTarget, Target, Verification
 from selfspec.tree import CandidateTree, TreeGrower, chain
 
 if TYPE_CHECKING:
-    from selfspec.accept import Acceptance
-    from selfspec.sequence import Batch, Sequence
+    from selfspec.loop.accept import Acceptance
+    from selfspec.loop.sequence import Batch, Sequence
 
 
 @dataclass

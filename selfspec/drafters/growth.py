@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from selfspec.graphs import Graphs
+from selfspec.model.graphs import Graphs
 from selfspec.tree import CandidateTree, TreeGrower
 
 # (the newest layer's tokens [B, W], each one's parent [B, W] within the layer before) -> logits [B, W, V].

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from selfspec.drafters.base import Drafter
 from selfspec.drafters.growth import tree_by_graph
-from selfspec.graphs import ROW_BUCKETS, bucket, fill_rows
 from selfspec.heads.medusa import MedusaHead
-from selfspec.loading import lay_out
-from selfspec.target import FINAL, Target
+from selfspec.loop.drafter import Drafter
+from selfspec.model.graphs import ROW_BUCKETS, bucket, fill_rows
+from selfspec.model.load import lay_out
+from selfspec.model.target import FINAL, Target
 from selfspec.tree import CandidateTree, TreeGrower, chain
 
 if TYPE_CHECKING:
-    from selfspec.accept import Acceptance
-    from selfspec.sequence import Batch, Sequence
+    from selfspec.loop.accept import Acceptance
+    from selfspec.loop.sequence import Batch, Sequence
 
 
 _SERIALS = itertools.count()

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from selfspec.drafters.base import Drafter
+from selfspec.loop.drafter import Drafter
 from selfspec.tree import CandidateTree, chain
 
 if TYPE_CHECKING:
-    from selfspec.accept import Acceptance
-    from selfspec.sequence import Batch
+    from selfspec.loop.accept import Acceptance
+    from selfspec.loop.sequence import Batch
 
 # How many trials of one kind the acceptance counts remember.
 MEMORY = 64.0

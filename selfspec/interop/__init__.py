@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from selfspec.drafters.shipped import identity
 from selfspec.heads import HEADS
 from selfspec.heads.base import DraftHead, find_head, read_config
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.heads.early_exit import DistilledDraft
 from selfspec.heads.medusa import MedusaHead
-from selfspec.hub import identity
 from selfspec.interop.draft_model import check_draft_model, is_draft_model, write_draft_model
 from selfspec.interop.eagle1 import is_eagle1, read_eagle1, write_eagle1
 from selfspec.interop.eagle3 import Conventions, is_eagle3, read_eagle3, write_eagle3
 from selfspec.interop.files import read_checkpoint
 from selfspec.interop.medusa import is_medusa, read_medusa, write_medusa
-from selfspec.target import Target
+from selfspec.model.target import Target
 
 FORMATS = ("vllm", "sglang", "speculators", "medusa")
 

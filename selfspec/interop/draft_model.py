@@ -10,7 +10,7 @@ from selfspec.drafters.draft_model import check_same_tokenizer
 from selfspec.heads.early_exit import DistilledDraft
 from selfspec.interop.commands import serve
 from selfspec.interop.files import Checkpoint
-from selfspec.target import Target
+from selfspec.model.target import Target
 
 
 def is_draft_model(checkpoint: Checkpoint) -> bool:

@@ -10,7 +10,7 @@ from selfspec.interop.commands import serve
 from selfspec.interop.facts import EAGLE1
 from selfspec.interop.files import Checkpoint, Export, fill, is_same_weight, rename
 from selfspec.interop.layer import read_layer, take_embedding, with_all_biases, without_zero_biases, write_layer
-from selfspec.target import Target
+from selfspec.model.target import Target
 
 LAYER = "layers.0."
 ALIASES = {r"^model\.": ""}

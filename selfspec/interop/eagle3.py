@@ -19,7 +19,7 @@ from selfspec.interop.commands import NUM_DRAFT_TOKENS, serve
 from selfspec.interop.facts import EAGLE3
 from selfspec.interop.files import Checkpoint, Export, fill, rename
 from selfspec.interop.layer import read_layer, take_embedding, with_all_biases, without_zero_biases, write_layer
-from selfspec.target import Target
+from selfspec.model.target import Target
 
 LAYER = "midlayer."
 # Names of other tools, as patterns, and ours.

@@ -9,7 +9,7 @@ import torch
 from selfspec.heads.base import TargetIdentity
 from selfspec.heads.eagle import ROPE_SCALINGS, Eagle1Config
 from selfspec.interop.files import Checkpoint, is_same_weight
-from selfspec.target import Target
+from selfspec.model.target import Target
 
 # Settings under which an engine computes something else than our layer does, and the values that change nothing.
 PLAIN: dict[str, tuple[Any, ...]] = {

@@ -21,7 +21,7 @@ from selfspec.heads.base import TargetIdentity
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
 from selfspec.interop.commands import serve
 from selfspec.interop.files import Checkpoint, Export, fill, is_same_weight, rename
-from selfspec.target import Target
+from selfspec.model.target import Target
 
 WEIGHTS_NAME = "medusa_lm_head.safetensors"
 

@@ -15,18 +15,18 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from selfspec.api import Prompt, encode
 from selfspec.config import SamplingParams
-from selfspec.decode import decode
 from selfspec.drafters import drafter_of
-from selfspec.generation import Prompt, encode
+from selfspec.drafters.shipped import identity
 from selfspec.heads.base import DraftHead
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.heads.medusa import MedusaHead
-from selfspec.hub import identity
 from selfspec.interop.files import check_tensors
-from selfspec.planner import Planner
-from selfspec.sequence import Request
-from selfspec.target import Target
+from selfspec.loop.decode import decode
+from selfspec.loop.planner import Planner
+from selfspec.loop.sequence import Request
+from selfspec.model.target import Target
 from selfspec.train.unrolled import unrolled_attention
 
 DEPTH = 4

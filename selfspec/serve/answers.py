@@ -12,9 +12,9 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from selfspec.api import Completion
 from selfspec.engine import Event, SpecEngine
-from selfspec.generation import Completion
-from selfspec.sequence import Request
+from selfspec.loop.sequence import Request
 from selfspec.serve.errors import api_error
 
 JSON = dict[str, Any]

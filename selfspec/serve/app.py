@@ -17,8 +17,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from selfspec import __version__
+from selfspec.api import Completion
 from selfspec.failures import describe
-from selfspec.generation import Completion
 from selfspec.serve.answers import Answer, Events, EventStream, collect, lines, while_connected
 from selfspec.serve.errors import ApiError, add_handlers, api_error
 from selfspec.serve.protocol import ChatRequest, CompletionRequest, HeadRequest

@@ -14,9 +14,9 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
-from selfspec.sampling import Grammar
+from selfspec.loop.sampling import Grammar
+from selfspec.model.target import Target
 from selfspec.serve.protocol import ResponseFormat
-from selfspec.target import Target
 
 # Between two parts of a JSON text: enough for any indentation, and an end to it, which a model may not find by itself.
 WHITESPACE = r"[ \t\n]{0,16}"

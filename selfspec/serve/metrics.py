@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from selfspec.decode import Step
+from selfspec.api import Completion
 from selfspec.engine import Listener
-from selfspec.generation import Completion
+from selfspec.loop.decode import Step
 
 # When each series began tells nothing here, and doubles their number.
 disable_created_metrics()

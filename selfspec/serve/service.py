@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from selfspec.capture import Capture
+from selfspec.api import Completion, check_token_ids, encode
 from selfspec.config import SamplingParams
 from selfspec.drafters import Drafter, drafter_of, load_drafter
-from selfspec.drafters.base import NoDrafter
+from selfspec.drafters.shipped import is_head, load_head
 from selfspec.engine import SpecEngine
-from selfspec.generation import Completion, check_token_ids, encode
-from selfspec.hub import is_head, load_head
-from selfspec.sampling import Grammar
-from selfspec.sequence import Request
+from selfspec.loop.drafter import NoDrafter
+from selfspec.loop.sampling import Grammar
+from selfspec.loop.sequence import Request
+from selfspec.model.target import Target
 from selfspec.serve.answers import Answer, ChatAnswer, CompletionAnswer, Events
 from selfspec.serve.errors import ApiError, api_error, unavailable
 from selfspec.serve.metrics import Metrics
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.protocol import ChatRequest, CompletionRequest
-from selfspec.target import Target
-from selfspec.train.conversations import Conversation
+from selfspec.traffic.capture import Capture
+from selfspec.traffic.conversations import Conversation
 
 if TYPE_CHECKING:
     from selfspec.serve.grammar import GrammarCompiler

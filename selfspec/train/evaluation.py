@@ -10,12 +10,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from selfspec.config import SamplingParams
-from selfspec.decode import decode
 from selfspec.drafters import Drafter
 from selfspec.heads.base import DraftHead
-from selfspec.planner import Planner
-from selfspec.sequence import Request
-from selfspec.target import Target
+from selfspec.loop.decode import decode
+from selfspec.loop.planner import Planner
+from selfspec.loop.sequence import Request
+from selfspec.model.target import Target
 
 BATCH_SIZES = (16, 8, 4, 2, 1)
 

@@ -21,8 +21,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.utils.data import Dataset
 
-from selfspec.hub import identity
-from selfspec.target import Target
+from selfspec.drafters.shipped import identity
+from selfspec.model.target import Target
 from selfspec.train.rows import PackedRows
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from selfspec.heads.base import DraftHead
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.heads.early_exit import EarlyExitHead
 from selfspec.heads.medusa import MedusaHead
-from selfspec.heads.stack import Resume, decoder_layers
-from selfspec.target import FINAL, Target
+from selfspec.model.layers import Resume, decoder_layers
+from selfspec.model.target import FINAL, Target
 from selfspec.train.losses import Loss, distillation_loss, eagle1_loss, eagle_loss, medusa_loss
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import Dataset
 
-from selfspec.train.masking import Sample
+from selfspec.traffic.masking import Sample
 
 
 @dataclass(frozen=True)

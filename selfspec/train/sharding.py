@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoConfig
 
-from selfspec.heads.stack import decoder_layers
-from selfspec.loading import load_model, resolve_dtype
-from selfspec.target import Target
+from selfspec.model.layers import decoder_layers
+from selfspec.model.load import load_model, resolve_dtype
+from selfspec.model.target import Target
 
 
 def load_sharded(source: str, *, dtype: str, device: torch.device, num_processes: int) -> Target:

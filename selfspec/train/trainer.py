@@ -23,21 +23,21 @@ from transformers import AutoTokenizer, HfArgumentParser, TrainingArguments, set
 
 from selfspec import __version__
 from selfspec.drafters import Drafter
+from selfspec.drafters.shipped import drafter_for
 from selfspec.heads.base import DraftHead
-from selfspec.hub import drafter_for
-from selfspec.prompts import read_prompts
-from selfspec.target import Target
+from selfspec.model.target import Target
+from selfspec.traffic.conversations import Report
+from selfspec.traffic.masking import tokenize_all, use_chat_template
+from selfspec.traffic.prompt_files import read_prompts
+from selfspec.traffic.sources import SUFFIXES, read_conversations
 from selfspec.train.card import CardFacts, public_command, without_token, write_card
 from selfspec.train.checkpoints import PARTIAL, check_identity, last_checkpoint
-from selfspec.train.conversations import Report
 from selfspec.train.evaluation import AcceptanceReport, EvalPrompt, EvalPrompts, Evaluator, snapshot
 from selfspec.train.features import FeatureRows, dump_features
 from selfspec.train.loop import EVAL_PREFIX, EvaluationCallback, HeadTrainer
-from selfspec.train.masking import tokenize_all, use_chat_template
 from selfspec.train.module import HeadTraining
 from selfspec.train.rows import PackedRows, pack
 from selfspec.train.sharding import load_sharded
-from selfspec.train.sources import SUFFIXES, read_conversations
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from selfspec import Target
+from selfspec.drafters.shipped import identity
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
-from selfspec.hub import identity
 
 pytest.importorskip("gradio", reason="the page needs gradio: pip install 'selfspec[app]'")
 

@@ -18,7 +18,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from selfspec import Target
 from selfspec.app.main import serve
-from selfspec.fetch import default_target
+from selfspec.model.default_target import default_target
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 PROMPT = "Write a Python function that returns the n-th Fibonacci number."

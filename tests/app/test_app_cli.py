@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from selfspec.app import main
-from selfspec.app_cli import register
+from selfspec.cli.app import register
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from selfspec.app.race import (
     run_together,
 )
 from selfspec.drafters import NgramDrafter
-from selfspec.sequence import Request
+from selfspec.loop.sequence import Request
 
 PROMPT = "the cat sat on the mat and the cat sat on é☃"
 SAMPLING = SamplingParams(max_new_tokens=40, ignore_eos=True)

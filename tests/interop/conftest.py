@@ -10,10 +10,10 @@ import torch
 from support import tiny_target
 
 from selfspec import Target
+from selfspec.drafters.shipped import identity
 from selfspec.heads.base import DraftHead
 from selfspec.heads.eagle import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
-from selfspec.hub import identity
 
 NUM_LAYERS = 8
 SHAPE = {"intermediate_size": 40, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5}

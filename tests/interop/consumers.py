@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from selfspec import Target
+from selfspec.drafters.shipped import identity
 from selfspec.heads.base import DraftHead
 from selfspec.heads.eagle import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
-from selfspec.hub import identity
 from selfspec.interop import export_head
 from selfspec.train.unrolled import unrolled_attention
 

@@ -19,7 +19,7 @@ from selfspec import Target
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.heads.medusa import MedusaHead
 from selfspec.interop import import_head
-from selfspec.target import FINAL
+from selfspec.model.target import FINAL
 from selfspec.train.unrolled import unrolled_attention
 
 E, V, DRAFT_V, H, G, D, F_ = 32, 61, 20, 4, 2, 8, 40

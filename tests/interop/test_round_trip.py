@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from selfspec import SamplingParams, Target, generate
 from selfspec.drafters import load_drafter
+from selfspec.drafters.shipped import identity
 from selfspec.heads.base import DraftHead
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.heads.early_exit import DistilledDraft, EarlyExitHead
 from selfspec.heads.medusa import MedusaHead
-from selfspec.hub import identity
 from selfspec.interop import export_head, import_head
-from selfspec.target import FINAL
+from selfspec.model.target import FINAL
 from selfspec.train.unrolled import unrolled_attention
 
 LLAMA3 = {

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from selfspec import SamplingParams, Target, generate
+from selfspec.drafters.shipped import identity
 from selfspec.heads.eagle import EagleConfig, EagleHead
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
-from selfspec.hub import identity
 from selfspec.interop.verify import verify_head
 from selfspec.train.module import HeadTraining
 

@@ -13,12 +13,12 @@ for name in ("fastapi", "uvicorn", "prometheus_client", "llguidance", "openai", 
 import httpx
 from live_server import LiveServer
 
-from selfspec.capture import Capture
 from selfspec.drafters import Drafter, DraftModelDrafter, NgramDrafter
 from selfspec.engine import SpecEngine
+from selfspec.model.target import Target
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.service import Service
-from selfspec.target import Target
+from selfspec.traffic.capture import Capture
 
 
 @pytest.fixture(scope="session")

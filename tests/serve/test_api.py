@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from selfspec import SamplingParams, Target, generate
-from selfspec.capture import Capture
+from selfspec.api import Completion
 from selfspec.drafters import NgramDrafter
-from selfspec.generation import Completion
+from selfspec.drafters.shipped import identity
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
-from selfspec.hub import identity
-from selfspec.train.conversations import Report
-from selfspec.train.sources import read_conversations
+from selfspec.traffic.capture import Capture
+from selfspec.traffic.conversations import Report
+from selfspec.traffic.sources import read_conversations
 
 Post = Callable[..., httpx.Response]
 # A live server of tests/serve/conftest.py, and what starts one.

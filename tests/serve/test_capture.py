@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from selfspec.capture import Capture
-from selfspec.train.conversations import Conversation, Report
-from selfspec.train.sources import read_conversations
+from selfspec.traffic.capture import Capture
+from selfspec.traffic.conversations import Conversation, Report
+from selfspec.traffic.sources import read_conversations
 
 
 def conversation(number: int, size: int = 10) -> Conversation:
@@ -92,7 +92,7 @@ def test_a_full_disk_costs_lines_only(tmp_path: Path, monkeypatch: pytest.Monkey
         return real_write(file, line[: outcome(line)])
 
     capture = Capture(tmp_path)
-    monkeypatch.setattr("selfspec.capture.os.write", write)
+    monkeypatch.setattr("selfspec.traffic.capture.os.write", write)
     for number in range(4):
         capture.record(conversation(number), {})
     capture.close()
@@ -109,7 +109,7 @@ def test_a_slow_disk_drops_and_does_not_wait(tmp_path: Path, monkeypatch: pytest
         may_go_on.wait(10)
         return conversation
 
-    monkeypatch.setattr("selfspec.capture.MAX_WAITING", 5)
+    monkeypatch.setattr("selfspec.traffic.capture.MAX_WAITING", 5)
     capture = Capture(tmp_path, redact=redact)
     for number in range(20):
         capture.record(conversation(number), {})

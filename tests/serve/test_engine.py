@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from selfspec import SamplingParams, Target, generate
-from selfspec.cache import CacheRow
+from selfspec.api import Completion
+from selfspec.cache.kv import CacheRow
 from selfspec.drafters import Drafter, DraftModelDrafter, EagleDrafter, NgramDrafter
+from selfspec.drafters.shipped import identity
 from selfspec.engine import EngineClosed, EngineFull, Event, Listener, SpecEngine
-from selfspec.generation import Completion
-from selfspec.graphs import Graphs
 from selfspec.heads.eagle import EagleConfig, EagleHead
-from selfspec.hub import identity
-from selfspec.sequence import Request
+from selfspec.loop.sequence import Request
+from selfspec.model.graphs import Graphs
 
 MakeEngine = Callable[..., SpecEngine]
 

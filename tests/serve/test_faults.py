@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from selfspec import SamplingParams, Target, generate
-from selfspec.capture import Capture
+from selfspec.traffic.capture import Capture
 
 Start = Callable[..., Any]
 PATH = "/v1/chat/completions"
@@ -58,7 +58,7 @@ def test_a_full_disk_costs_no_answer(start: Start, tmp_path: Path, monkeypatch: 
     while not server.metrics()["selfspec:captured_conversations"]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    monkeypatch.setattr("selfspec.capture.os.write", write)
+    monkeypatch.setattr("selfspec.traffic.capture.os.write", write)
     assert text(ask(server, "one two", max_tokens=8)) == expected
     server.service.capture.close()
     metrics = server.metrics()

@@ -15,7 +15,7 @@ import torch
 from selfspec import SamplingParams, Target
 from selfspec.drafters import Drafter, DraftModelDrafter, NgramDrafter
 from selfspec.engine import SpecEngine
-from selfspec.sequence import Batch, Request
+from selfspec.loop.sequence import Batch, Request
 from selfspec.serve.grammar import GrammarCompiler
 from selfspec.serve.protocol import ResponseFormat
 from selfspec.tree import CandidateTree, from_parents

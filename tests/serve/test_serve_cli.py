@@ -14,7 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from selfspec.serve_cli import register
+from selfspec.cli.serve import register
 
 PROGRAM = "import test_serve_cli; test_serve_cli.command()()"
 ENDLESS = {"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 3000, "ignore_eos": True, "stream": True}
@@ -126,7 +126,7 @@ def test_an_open_door_is_pointed_out(serve: Callable[..., subprocess.Popen[str]]
 
 def test_the_command_needs_nothing_heavy_to_be_listed() -> None:
     code = (
-        "import sys, typer; from selfspec.serve_cli import register; register(typer.Typer());"
+        "import sys, typer; from selfspec.cli.serve import register; register(typer.Typer());"
         "print({'torch', 'fastapi', 'uvicorn'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,10 +12,10 @@ import torch
 from support import tiny_model, tiny_target
 from torch.utils.data import DataLoader
 
-from selfspec.target import FINAL, Target
+from selfspec.model.target import FINAL, Target
+from selfspec.traffic.masking import Sample
 from selfspec.train import features
 from selfspec.train.features import RECORD_NAME, FeatureRows, dump_features
-from selfspec.train.masking import Sample
 from selfspec.train.rows import PackedRows, pack
 
 L, E = 16, 32

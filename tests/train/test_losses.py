@@ -7,8 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from support import tiny_target
-from test_heads import eagle_head
+from support import eagle_head, tiny_target
 from torch.nn.attention import flex_attention
 
 from selfspec.train import cross_entropy as ce

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.masking_utils import find_packed_sequence_indices
 
-from selfspec.train.masking import Sample
+from selfspec.traffic.masking import Sample
 from selfspec.train.rows import pack
 
 PAD = 99_999

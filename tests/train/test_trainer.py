@@ -26,9 +26,9 @@ from transformers import Trainer, TrainerState
 
 from selfspec import SamplingParams, Target, generate
 from selfspec.drafters import Drafter, MedusaDrafter
+from selfspec.drafters.shipped import identity
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
-from selfspec.hub import identity
-from selfspec.sequence import Batch
+from selfspec.loop.sequence import Batch
 from selfspec.train.checkpoints import PARTIAL, last_checkpoint
 from selfspec.train.evaluation import EvalPrompt, Evaluator, acceptance
 from selfspec.train.module import HeadTraining

@@ -1,0 +1,216 @@
+"""The library's front door: prompts in, completions or a stream out, through the one decode loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from selfspec.config import SamplingParams
+from selfspec.loop.decode import decode
+from selfspec.loop.drafter import Drafter
+from selfspec.loop.planner import Planner
+from selfspec.loop.sequence import Request
+from selfspec.loop.sequence import Sequence as DecodedSequence
+from selfspec.model.target import Target
+
+# Raw text, chat messages, or token ids.
+Prompt = str | Sequence[dict[str, str]] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer and what it cost.
+
+    Attributes:
+        text: the answer without special tokens, cut before a stop string.
+        token_ids: every emitted token, the one that ended the answer included.
+        finish_reason: `stop` (end token, stop id or stop string) or `length`.
+        stop_string: the stop string that ended it, if one did.
+        logprobs: log-probability of each emitted token under the target, where asked for.
+        top_logprobs: the likeliest tokens in each one's place with their log-probabilities, where asked for.
+        num_target_passes: verify passes the answer took; prefill is not counted.
+        num_draft_tokens, num_accepted_tokens: drafted, and emitted from drafts.
+        num_paused_passes: passes without drafts because the text had outgrown the drafter's context.
+        num_reused_tokens: prompt tokens whose KV was in the cache already.
+        seconds, prefill_seconds: wall clock from admission to the last token, and the prefill's part of it.
+        queue_seconds: wall clock before admission.
+    """
+
+    prompt_index: int
+    sample_index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stop_string: str | None
+    logprobs: list[float] | None
+    num_prompt_tokens: int
+    num_target_passes: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_paused_passes: int
+    seconds: float
+    prefill_seconds: float
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    num_reused_tokens: int = 0
+    queue_seconds: float = 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens emitted per target pass, the bonus token included; 1 in autoregressive decoding."""
+        return len(self.token_ids) / self.num_target_passes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens over wall clock, prefill included."""
+        return len(self.token_ids) / self.seconds
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """What one step added: text that can be shown, its token ids, and at the end the whole completion."""
+
+    text: str
+    token_ids: list[int]
+    completion: Completion | None
+
+
+def generate(
+    target: Target,
+    prompts: Iterable[Prompt],
+    *,
+    drafter: Drafter | None = None,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    batch_size: int = 1,
+    use_cost_guard: bool = True,
+) -> list[Completion]:
+    """Answer every prompt; `sampling.n` completions for each, next to each other.
+
+    Args:
+        sampling: one setting for all prompts, or one each; greedy by default.
+        batch_size: how many sequences decode together.
+        use_cost_guard: draft only as much as measurements say pays; False always drafts all it can.
+    """
+    return list(
+        generate_iter(
+            target, prompts, drafter=drafter, sampling=sampling, batch_size=batch_size, use_cost_guard=use_cost_guard
+        )
+    )
+
+
+def generate_iter(
+    target: Target,
+    prompts: Iterable[Prompt],
+    *,
+    drafter: Drafter | None = None,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    batch_size: int = 1,
+    use_cost_guard: bool = True,
+) -> Iterator[Completion]:
+    """`generate`, each completion as soon as it and all before it have ended."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} is not allowed: use a whole number of at least 1")
+    done: dict[tuple[int, int], Completion] = {}
+    order: list[tuple[int, int]] = []
+    num_yielded = 0
+    requests = _requests(target, prompts, sampling, order)
+    planner = None if use_cost_guard else Planner(is_active=False)
+    for step in decode(target, requests, drafter=drafter, max_batch=batch_size, planner=planner):
+        for sequence in step.finished:
+            completion = completion_of(sequence)
+            done[completion.prompt_index, completion.sample_index] = completion
+        while num_yielded < len(order) and order[num_yielded] in done:
+            yield done.pop(order[num_yielded])
+            num_yielded += 1
+
+
+def stream(
+    target: Target,
+    prompt: Prompt,
+    *,
+    drafter: Drafter | None = None,
+    sampling: SamplingParams | None = None,
+    use_cost_guard: bool = True,
+) -> Iterator[StreamEvent]:
+    """Answer one prompt, an event for each step; the pieces of text joined are the completion's text."""
+    sampling = sampling or SamplingParams()
+    if sampling.n != 1:
+        raise ValueError(f"n={sampling.n} is not allowed in a stream: use generate for several samples")
+    check_token_ids(target, sampling)
+    requests = [Request(encode(target, prompt, 0), sampling)]
+    planner = None if use_cost_guard else Planner(is_active=False)
+    for step in decode(target, requests, drafter=drafter, planner=planner):
+        sequence = step.sequences[0]
+        completion = completion_of(sequence) if step.finished else None
+        yield StreamEvent(sequence.text_stream.take(is_last=completion is not None), step.emitted[0], completion)
+
+
+def encode(target: Target, prompt: Prompt, index: int) -> list[int]:
+    """Token ids of a prompt of any kind, checked: not empty, within the vocabulary, and room for an answer."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], dict)):
+        token_ids = target.encode(prompt) if len(prompt) else []  # type: ignore[arg-type]
+    else:
+        token_ids = [int(token) for token in prompt]  # type: ignore[arg-type]
+    if not token_ids:
+        raise ValueError(f"prompt {index} is empty: give it at least one token")
+    worst = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
+    if not 0 <= worst < target.config.vocab_size:
+        raise ValueError(f"prompt {index} has token id {worst}: {target.name} knows ids 0 to {target.config.vocab_size - 1}")
+    if len(token_ids) >= target.context_length:
+        raise ValueError(
+            f"prompt {index} has {len(token_ids)} tokens, and {target.name} takes {target.context_length} with its answer: "
+            "shorten the prompt"
+        )
+    return token_ids
+
+
+def check_token_ids(target: Target, sampling: SamplingParams) -> None:
+    """Refuse settings that name tokens the target does not have."""
+    for name, token_ids in ("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias):
+        worst = max(token_ids, default=0)
+        if worst >= target.config.vocab_size:
+            raise ValueError(f"{name} has token id {worst}: {target.name} knows ids 0 to {target.config.vocab_size - 1}")
+
+
+def _requests(
+    target: Target,
+    prompts: Iterable[Prompt],
+    sampling: SamplingParams | Sequence[SamplingParams] | None,
+    order: list[tuple[int, int]],
+) -> Iterator[Request]:
+    """Requests as places become free; `order` learns which completions to expect."""
+    for index, prompt in enumerate(prompts):
+        if isinstance(sampling, Sequence):
+            if index >= len(sampling):
+                raise ValueError(f"sampling has {len(sampling)} settings and there are more prompts: give one for each")
+            params = sampling[index]
+        else:
+            params = sampling or SamplingParams()
+        token_ids = encode(target, prompt, index)
+        check_token_ids(target, params)
+        for sample_index in range(params.n):
+            order.append((index, sample_index))
+            yield Request(token_ids, params, index, sample_index)
+
+
+def completion_of(sequence: DecodedSequence) -> Completion:
+    """The answer of a sequence that has ended."""
+    assert sequence.finish_reason is not None
+    return Completion(
+        prompt_index=sequence.request.index,
+        sample_index=sequence.request.sample_index,
+        text=sequence.text_stream.text,
+        token_ids=sequence.token_ids,
+        finish_reason=sequence.finish_reason,
+        stop_string=sequence.text_stream.stop_string,
+        logprobs=sequence.logprobs if sequence.sampling.logprobs else None,
+        num_prompt_tokens=len(sequence.request.prompt_ids),
+        num_target_passes=sequence.num_target_passes,
+        num_draft_tokens=sequence.num_draft_tokens,
+        num_accepted_tokens=sequence.num_accepted_tokens,
+        num_paused_passes=sequence.num_paused_passes,
+        seconds=sequence.seconds,
+        prefill_seconds=sequence.prefill_seconds,
+        top_logprobs=sequence.top_logprobs if sequence.request.num_top_logprobs else None,
+        num_reused_tokens=sequence.num_reused_tokens,
+        queue_seconds=sequence.started - sequence.created,
+    )

@@ -1,0 +1,1 @@
+"""Measurement: modes side by side, tasks, throughput, and the stages of one step."""

@@ -1,0 +1,172 @@
+"""The same prompts through several drafters in one run: speed, acceptance, and whether the output is the same.
+
+The first mode is plain decoding: the baseline of every speed-up, and the output that every other mode must reproduce
+token for token.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from selfspec.api import generate_iter
+from selfspec.config import SamplingParams
+from selfspec.drafters import Drafter
+from selfspec.model.adapter import merge_adapter
+from selfspec.model.target import Target
+
+WARM_UP = SamplingParams(max_new_tokens=8)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one mode made of one prompt, prefill included in the seconds. Answers decoded together overlap in time."""
+
+    text: str
+    token_ids: list[int]
+    num_target_passes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way of decoding, and what came of it; the seconds are the wall clock of all its answers, prefill included."""
+
+    name: str
+    answers: list[Answer]
+    seconds: float
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+    @property
+    def num_target_passes(self) -> int:
+        return sum(answer.num_target_passes for answer in self.answers)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per target pass, bonus token included."""
+        return self.num_tokens / self.num_target_passes
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two modes first disagree: which answer, and the position of the token in it."""
+
+    answer_index: int
+    position: int
+
+
+def first_difference(mode: Mode, other: Mode) -> Difference | None:
+    """The first token that is not the same in both; None if the outputs are identical."""
+    for i, (answer, expected) in enumerate(zip(mode.answers, other.answers, strict=True)):
+        ours, theirs = answer.token_ids, expected.token_ids
+        if ours != theirs:
+            shared = min(len(ours), len(theirs))
+            return Difference(i, next((k for k in range(shared) if ours[k] != theirs[k]), shared))
+    return None
+
+
+def race(runs: Mapping[str, Iterator[Answer]], num_answers: int, on_answer: Callable[[], None]) -> list[Mode]:
+    """Takes one answer from every run in turn, so that a slow spell of the machine meets all of them alike."""
+    answers: dict[str, list[Answer]] = {name: [] for name in runs}
+    seconds = dict.fromkeys(runs, 0.0)
+    for _ in range(num_answers):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            answers[name].append(next(run))
+            seconds[name] += time.perf_counter() - start
+            on_answer()
+    return [Mode(name, answers[name], seconds[name]) for name in runs]
+
+
+def drafter_run(
+    target: Target,
+    prompts: Sequence[list[int]],
+    drafter: Drafter | None,
+    *,
+    sampling: SamplingParams,
+    batch_size: int = 1,
+    use_cost_guard: bool = True,
+) -> Iterator[Answer]:
+    """Answers with one drafter, as they are asked for. A short warm-up is over when this returns."""
+
+    def run(some_prompts: Sequence[list[int]], some_sampling: SamplingParams) -> Iterator[Answer]:
+        for completion in generate_iter(
+            target,
+            some_prompts,
+            drafter=drafter,
+            sampling=some_sampling,
+            batch_size=batch_size,
+            use_cost_guard=use_cost_guard,
+        ):
+            yield Answer(completion.text, completion.token_ids, completion.num_target_passes, completion.seconds)
+
+    list(run(prompts[:1], WARM_UP))
+    return run(prompts, sampling)
+
+
+def check_transformers_can(sampling: SamplingParams) -> None:
+    """Raises ValueError unless `transformers_run` can follow these settings."""
+    followed = SamplingParams(max_new_tokens=sampling.max_new_tokens, seed=sampling.seed)
+    if sampling != followed:
+        raise ValueError("the baseline of transformers is greedy only: leave out every sampling and stop option, or it")
+
+
+def plain_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A stock model's copy with transformers' own attention and the very same weights, which stay where they are."""
+    shared = {}
+    for module in model.modules():
+        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+            if isinstance(value, torch.Tensor):
+                shared[id(value)] = value
+    twin = copy.deepcopy(model, shared)
+    twin.set_attn_implementation("sdpa")
+    return twin
+
+
+def transformers_run(
+    target: Target,
+    prompts: Sequence[list[int]],
+    *,
+    sampling: SamplingParams,
+    source: str | PreTrainedModel,
+    revision: str | None = None,
+) -> Iterator[Answer]:
+    """Answers greedily with the `generate` of transformers, one prompt at a time, on a second copy of the target.
+
+    Args:
+        source: where to load the copy from, or the copy.
+    """
+    model: Any = source
+    if isinstance(source, str):
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=target.dtype, revision=revision)
+        if target.adapter is not None:
+            model = merge_adapter(model, target.adapter, target=source)
+        model = model.to(target.device).eval()
+
+    def answer(prompt: list[int], max_new_tokens: int) -> Answer:
+        start = time.perf_counter()
+        input_ids = torch.tensor([prompt], device=target.device)
+        output_ids = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=min(max_new_tokens, target.context_length - len(prompt)),
+            do_sample=False,
+        )
+        token_ids = output_ids[0, len(prompt) :].tolist()
+        seconds = time.perf_counter() - start
+        text = target.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return Answer(text, token_ids, len(token_ids), seconds)
+
+    answer(prompts[0], WARM_UP.max_new_tokens)
+    return (answer(prompt, sampling.max_new_tokens) for prompt in prompts)

@@ -1,0 +1,265 @@
+"""What the runtime benchmark shows and keeps: tables, one JSON record, and plots where matplotlib is installed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from selfspec.bench.steps import PLAIN, Answered, Floor, PrefillTime, Promise, StageTimes, StepTime
+
+GIB = 1 << 30
+
+
+@dataclass
+class RuntimeReport:
+    """Everything measured so far, in the order in which it is measured.
+
+    Attributes:
+        environment: target, device, dtype and versions; the target's name says "expanded" where it is.
+        peak_bytes: by part of the run; None where the device keeps no count.
+        notes: what was left out, and why.
+    """
+
+    environment: dict[str, object]
+    floor: Floor | None = None
+    steps: list[StepTime] = field(default_factory=list)
+    prefills: list[PrefillTime] = field(default_factory=list)
+    stages: list[StageTimes] = field(default_factory=list)
+    answers: list[Answered] = field(default_factory=list)
+    promises: list[Promise] = field(default_factory=list)
+    peak_bytes: dict[str, int | None] = field(default_factory=dict)
+    kernels: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def save(self, path: Path) -> None:
+        """Write the record, with what follows from its figures; times are in seconds unless a key says ms."""
+        record = asdict(self)
+        if self.floor is not None:
+            record["floor"]["seconds"] = self.floor.seconds
+            for step, row in zip(self.steps, record["steps"], strict=True):
+                row["host_gap_seconds"] = step.host_gap_seconds
+                row["times_floor"] = step.wall_seconds / self.floor.seconds
+                row["times_floor_with_kv"] = step.wall_seconds / self.floor.seconds_at(step.context)
+        for stages, row in zip(self.stages, record["stages"], strict=True):
+            row["total"] = stages.total
+        record["modes"] = [asdict(mode) for mode in self.modes]
+        # Complete or as it was before.
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(record, indent=1) + "\n")
+        partial.replace(path)
+
+    @property
+    def modes(self) -> list[ModeRate]:
+        """The end-to-end answers, mode by mode, against plain decoding of the same prompts."""
+        by_mode: dict[str, dict[int, Answered]] = {}
+        for each in self.answers:
+            by_mode.setdefault(each.mode, {})[each.prompt_index] = each
+        plain = by_mode.get(PLAIN, {})
+        return [_mode_rate(mode, list(answers.values()), plain) for mode, answers in by_mode.items()]
+
+
+@dataclass(frozen=True)
+class ModeRate:
+    """A mode over its prompts; ratios are medians over them.
+
+    Attributes:
+        tokens_per_second: prefill included; `decode_tokens_per_second`: without it and the first step.
+        total_speedup, decode_speedup: against plain decoding.
+    """
+
+    mode: str
+    num_prompts: int
+    tokens_per_second: float
+    decode_tokens_per_second: float | None
+    acceptance_length: float
+    total_speedup: float
+    decode_speedup: float | None
+    num_identical: int
+
+
+def _mode_rate(mode: str, answers: list[Answered], plain: dict[int, Answered]) -> ModeRate:
+    num_tokens = sum(each.num_tokens for each in answers)
+    decode = [each.decode_seconds_per_token for each in answers if each.decode_seconds_per_token is not None]
+    pairs = [(plain[each.prompt_index], each) for each in answers]
+    decode_ratios = [
+        before.decode_seconds_per_token / after.decode_seconds_per_token
+        for before, after in pairs
+        if before.decode_seconds_per_token is not None and after.decode_seconds_per_token is not None
+    ]
+    return ModeRate(
+        mode=mode,
+        num_prompts=len(answers),
+        tokens_per_second=num_tokens / sum(each.seconds for each in answers),
+        decode_tokens_per_second=1 / median(decode) if decode else None,
+        acceptance_length=num_tokens / sum(each.num_target_passes for each in answers),
+        total_speedup=median((a.seconds / a.num_tokens) / (b.seconds / b.num_tokens) for a, b in pairs),
+        decode_speedup=median(decode_ratios) if decode_ratios else None,
+        num_identical=sum(each.is_identical for each in answers),
+    )
+
+
+def show(report: RuntimeReport, console: Console) -> None:
+    """The tables; every title names the target."""
+    name = report.environment["target"]
+    if report.floor is not None:
+        _show_steps(report, report.floor, console)
+    if report.stages:
+        table = _table(f"{name}: where a step's time goes (ms, a wait for the device around each stage)")
+        for heading in ("mode", "nodes", "draft", "verify", "commit", "step"):
+            table.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=True)
+        for each in report.stages:
+            times = (each.draft, each.verify, each.commit, each.total)
+            table.add_row(each.mode, str(each.num_nodes), *map(_ms, times))
+        console.print(table)
+    if report.answers:
+        table = _table(f"{name}: end to end, batch 1")
+        for heading in ("mode", "prompts", "tokens/s", "decode\ntokens/s", "accept\nlength", "total", "decode", "same"):
+            table.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=heading != "mode")
+        for mode in report.modes:
+            table.add_row(
+                mode.mode,
+                str(mode.num_prompts),
+                f"{mode.tokens_per_second:.1f}",
+                "" if mode.decode_tokens_per_second is None else f"{mode.decode_tokens_per_second:.1f}",
+                f"{mode.acceptance_length:.2f}",
+                f"{mode.total_speedup:.2f}x",
+                "" if mode.decode_speedup is None else f"{mode.decode_speedup:.2f}x",
+                f"{mode.num_identical}/{mode.num_prompts}",
+            )
+        console.print(table)
+        console.print("Total includes prefill, decode leaves it out: medians over prompts, relative to none.")
+    if report.promises:
+        table = _table(f"{name}: a drafter of set acceptance length, and what the cost model promises for it")
+        for heading in ("set", "nodes", "accept\nlength", "promised", "measured", "reached"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for promise in report.promises:
+            table.add_row(
+                str(promise.set_length),
+                str(promise.num_nodes),
+                f"{promise.acceptance_length:.2f}",
+                f"{promise.promised:.2f}x",
+                f"{promise.measured:.2f}x",
+                f"{promise.measured / promise.promised:.0%}",
+            )
+        console.print(table)
+    for part, size in report.peak_bytes.items():
+        if size is not None:
+            console.print(f"peak memory, {part}: {size / GIB:.2f} GiB")
+    for note in report.notes:
+        console.print(note)
+    console.print(", ".join(f"{key} {value}" for key, value in report.environment.items()))
+
+
+def _show_steps(report: RuntimeReport, floor: Floor, console: Console) -> None:
+    console.print(
+        f"floor {floor.seconds * 1000:.3f} ms: {floor.weight_bytes / 1e9:.3f} GB of weights at "
+        f"{floor.copy_bytes_per_second / 1e9:.0f} GB/s (a large copy, bytes read and written)"
+    )
+    if not report.steps:
+        return
+    table = _table(f"{report.environment['target']}: a verify pass at batch 1 (ms, medians)")
+    for heading in ("context", "nodes", "wall", "device", "host gap", "x floor", "x floor\nwith KV", "x one\nnode"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    first: dict[int, float] = {}
+    for step in report.steps:
+        first.setdefault(step.context, step.wall_seconds)
+        table.add_row(
+            str(step.context),
+            str(step.num_nodes),
+            _ms(step.wall_seconds),
+            _ms(step.device_seconds),
+            _ms(step.host_gap_seconds),
+            f"{step.wall_seconds / floor.seconds:.2f}",
+            f"{step.wall_seconds / floor.seconds_at(step.context):.2f}",
+            f"{step.wall_seconds / first[step.context]:.2f}",
+        )
+    console.print(table)
+    for each in report.prefills:
+        rate = (each.context - each.start) / each.seconds
+        console.print(f"prefill {each.start} to {each.context}: {each.seconds * 1000:.0f} ms, {rate:.0f} tokens/s")
+
+
+def _table(title: str) -> Table:
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", padding=(0, 1, 0, 0))
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1000:.3f}"
+
+
+def has_matplotlib() -> bool:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def plot(report: RuntimeReport, directory: Path) -> list[Path]:
+    """Draw what was measured as PNG files; matplotlib must be there."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    directory.mkdir(parents=True, exist_ok=True)
+    name = str(report.environment["target"])
+    files = []
+
+    def save(figure: Any, axes: Any, what: str, file_name: str) -> None:
+        axes.set_title(f"{name}\n{what}", fontsize=9)
+        figure.tight_layout()
+        figure.savefig(directory / file_name, dpi=150)
+        pyplot.close(figure)
+        files.append(directory / file_name)
+
+    if report.steps and report.floor is not None:
+        figure, axes = pyplot.subplots()
+        for context in dict.fromkeys(step.context for step in report.steps):
+            of = [step for step in report.steps if step.context == context]
+            axes.plot(
+                [step.num_nodes for step in of],
+                [step.wall_seconds * 1000 for step in of],
+                marker="o",
+                label=f"context {context}",
+            )
+        axes.axhline(report.floor.seconds * 1000, linestyle="--", color="grey", label="floor")
+        axes.set(xlabel="nodes", ylabel="ms a verify pass")
+        axes.set_ylim(bottom=0)
+        axes.legend()
+        save(figure, axes, "time of a verify pass", "steps.png")
+    if report.stages:
+        figure, axes = pyplot.subplots()
+        names = [each.mode for each in report.stages]
+        below = [0.0] * len(names)
+        for stage in ("draft", "verify", "commit"):
+            heights = [getattr(each, stage) * 1000 for each in report.stages]
+            axes.bar(names, heights, bottom=below, label=stage)
+            below = [a + b for a, b in zip(below, heights, strict=True)]
+        axes.set(ylabel="ms a step")
+        axes.legend()
+        save(figure, axes, "where a step's time goes", "stages.png")
+    if report.answers:
+        figure, axes = pyplot.subplots()
+        bars = axes.bar([mode.mode for mode in report.modes], [mode.tokens_per_second for mode in report.modes])
+        axes.bar_label(bars, fmt="%.0f")
+        axes.tick_params(axis="x", labelrotation=20)
+        axes.set(ylabel="tokens a second, prefill included")
+        save(figure, axes, "end to end, batch 1", "end_to_end.png")
+    if report.promises:
+        figure, axes = pyplot.subplots()
+        lengths: Sequence[float] = [each.acceptance_length for each in report.promises]
+        axes.plot(lengths, [each.promised for each in report.promises], marker="o", label="promised by the cost model")
+        axes.plot(lengths, [each.measured for each in report.promises], marker="s", label="measured")
+        axes.set(xlabel="acceptance length", ylabel="speed-up over plain decoding")
+        axes.legend()
+        save(figure, axes, "a drafter of set acceptance length", "promises.png")
+    return files

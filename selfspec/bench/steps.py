@@ -1,0 +1,419 @@
+"""What a step costs and where its time goes, on one target, device and dtype, in one run.
+
+The floor is the time in which the device reads every weight of the target once, at the speed of a large copy; the embedding
+table, of which a step reads a few rows, is left out. Steps are timed as a black box, after calls that warm them up, each by
+itself: device seconds by CUDA events (gaps between kernels included), wall seconds with a wait for the device at the end,
+and the host gap, which is the difference. Stages of the decoding loop are timed with such a wait around each of them;
+end-to-end runs have none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, record_function
+from transformers import PreTrainedModel
+
+from selfspec.api import Completion, stream
+from selfspec.bench.compare import WARM_UP
+from selfspec.bench.synthetic import SyntheticDrafter
+from selfspec.config import SamplingParams
+from selfspec.loop.accept import Acceptance
+from selfspec.loop.drafter import Drafter, NoDrafter
+from selfspec.loop.sequence import Batch
+from selfspec.loop.sequence import Sequence as DecodedSequence
+from selfspec.model.packed_linear import PackedLinear
+from selfspec.model.target import Target, Verification
+from selfspec.tree import CandidateTree, from_parents
+
+PLAIN = "none"
+# Calls of a step before the clock runs: kernels are compiled and graphs captured in them.
+NUM_WARM_UP = 5
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What reading the weights once takes. `copy_bytes_per_second` counts bytes read and bytes written."""
+
+    copy_bytes_per_second: float
+    weight_bytes: int
+    kv_bytes_per_token: int
+
+    @property
+    def seconds(self) -> float:
+        return self.weight_bytes / self.copy_bytes_per_second
+
+    def seconds_at(self, context: int) -> float:
+        """With the keys and values of a prefix, which a step reads too."""
+        return (self.weight_bytes + context * self.kv_bytes_per_token) / self.copy_bytes_per_second
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Medians of a verify pass over a random tree; `device_seconds` is None where there are no CUDA events."""
+
+    context: int
+    num_nodes: int
+    wall_seconds: float
+    device_seconds: float | None
+
+    @property
+    def host_gap_seconds(self) -> float | None:
+        return None if self.device_seconds is None else self.wall_seconds - self.device_seconds
+
+
+@dataclass(frozen=True)
+class PrefillTime:
+    """Entering the prompt tokens from `start` to `context`."""
+
+    start: int
+    context: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Median wall seconds of a step's stages in the loop; `verify` has acceptance, compaction and the step's read in it."""
+
+    mode: str
+    num_steps: int
+    num_nodes: int
+    draft: float
+    verify: float
+    commit: float
+
+    @property
+    def total(self) -> float:
+        return self.draft + self.verify + self.commit
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One prompt answered by one mode.
+
+    Attributes:
+        seconds: wall clock, prefill included.
+        decode_seconds_per_token: of the tokens after the first step; None where nothing tells the steps apart.
+        is_identical: the tokens are plain decoding's.
+    """
+
+    mode: str
+    prompt_index: int
+    num_tokens: int
+    num_target_passes: int
+    seconds: float
+    decode_seconds_per_token: float | None
+    is_identical: bool
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A drafter of set acceptance length: what the cost model promises, and what came.
+
+    Attributes:
+        acceptance_length: measured; below the set one where low precision made the text another.
+        promised: acceptance_length * (seconds of a plain step) / (seconds of a step of this drafter), stages timed alone.
+        measured: plain decoding's seconds a token over this drafter's, end to end without prefill.
+    """
+
+    set_length: int
+    num_nodes: int
+    acceptance_length: float
+    promised: float
+    measured: float
+
+
+def read_floor(target: Target, *, num_calls: int = 20) -> Floor:
+    """Copy bandwidth of the target's device, and what a step has to read."""
+    size = 1 << (30 if target.device.type == "cuda" else 26)
+    source = torch.ones(size, dtype=torch.uint8, device=target.device)
+    copy = torch.empty_like(source)
+    timings = timed(lambda: copy.copy_(source), target.device, num_calls)
+    seconds = median(wall if device is None else device for wall, device in timings)
+    return Floor(2 * size / seconds, weight_bytes(target.model), target.kv_shape.bytes_per_token(target.dtype))
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of all weights but the embedding table, which counts only where the LM head shares it."""
+    embedding = model.get_input_embeddings()
+    weights: dict[int, int] = {}
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            weights[id(module)] = module.in_features * module.out_features * torch.float32.itemsize
+        if module is not embedding:
+            weights |= {id(p): p.numel() * p.itemsize for p in module.parameters(recurse=False)}
+    return sum(weights.values())
+
+
+def timed(call: Callable[[], Any], device: torch.device, num_calls: int) -> list[tuple[float, float | None]]:
+    """Wall and device seconds of each of `num_calls` calls, after a few that do not count."""
+    for _ in range(NUM_WARM_UP):
+        call()
+    timings: list[tuple[float, float | None]] = []
+    for _ in range(num_calls):
+        now = clock_of(device)
+        if device.type != "cuda":
+            start = now()
+            call()
+            timings.append((now() - start, None))
+            continue
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        start = now()
+        events[0].record()
+        call()
+        events[1].record()
+        wall = now() - start
+        timings.append((wall, events[0].elapsed_time(events[1]) / 1000))
+    return timings
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """The host's clock, read when the device has done all that was asked of it."""
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return now
+
+
+def random_tree(target: Target, num_nodes: int, seed: int = 0) -> CandidateTree:
+    """Every node's parent is any node before it."""
+    generator = torch.Generator().manual_seed(seed)
+    parents = [-1, *(int(torch.randint(i, (1,), generator=generator)) for i in range(1, num_nodes))]
+    tokens = torch.randint(target.config.vocab_size, (1, num_nodes), generator=generator)
+    return from_parents(tokens.to(target.device), torch.tensor([parents], device=target.device))
+
+
+def check_contexts(target: Target, contexts: Sequence[int], nodes: Sequence[int]) -> None:
+    """Refuse prefixes that leave no room for a tree."""
+    most = target.context_length - max(nodes)
+    for context in contexts:
+        if not 1 <= context <= most:
+            raise ValueError(f"context {context} is not possible: {target.name} takes 1 to {most} beside {max(nodes)} nodes")
+
+
+def step_times(
+    target: Target, contexts: Sequence[int], nodes: Sequence[int], *, num_calls: int = 30
+) -> tuple[list[StepTime], list[PrefillTime]]:
+    """Time `target.verify` at batch 1 for every prefix length and tree size; prefixes are random tokens, prefilled."""
+    check_contexts(target, contexts, nodes)
+    cache = target.new_cache()
+    row = cache.open_row()
+    now = clock_of(target.device)
+    generator = torch.Generator().manual_seed(1)
+    steps, prefills = [], []
+    for context in sorted(set(contexts)):
+        start = row.length
+        tokens = torch.randint(target.config.vocab_size, (context - start,), generator=generator).to(target.device)
+        began = now()
+        target.prefill(tokens, row, cache)
+        prefills.append(PrefillTime(start, context, now() - began))
+        for num_nodes in nodes:
+            tree = random_tree(target, num_nodes)
+            timings = timed(lambda tree=tree: target.verify(tree, [row], cache), target.device, num_calls)  # type: ignore[misc]
+            on_device = [device for _, device in timings if device is not None]
+            wall = median(wall for wall, _ in timings)
+            steps.append(StepTime(context, num_nodes, wall, median(on_device) if on_device else None))
+    cache.release(row)
+    return steps, prefills
+
+
+class StageClock(Drafter):
+    """A drafter whose stages are timed, and marked in a profile; what it drafts is the inner one's.
+
+    Args:
+        now: `clock_of` the device, for the stages' seconds; `time.perf_counter`, to let the device run on.
+    """
+
+    def __init__(self, inner: Drafter, now: Callable[[], float]) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.num_draft_tokens = inner.num_draft_tokens
+        self.num_nodes = inner.num_nodes
+        self.features = inner.features
+        self.is_costly = inner.is_costly
+        self.verifies_itself = inner.verifies_itself
+        self.seconds: dict[str, list[float]] = {name: [] for name in ("draft", "verify", "commit")}
+        self.tree_sizes: list[int] = []
+        self._now = now
+        self._drafted = 0.0
+        self._verifying: record_function
+
+    def admit(self, sequence: DecodedSequence, features: Mapping[int, torch.Tensor]) -> None:
+        self.inner.admit(sequence, features)
+
+    def retire(self, sequence: DecodedSequence) -> None:
+        self.inner.retire(sequence)
+
+    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+        start = self._now()
+        with record_function("draft"):
+            tree = self.inner.propose(batch, num_draft_tokens)
+        self._drafted = self._now()
+        self.seconds["draft"].append(self._drafted - start)
+        self.tree_sizes.append(tree.num_nodes)
+        self._verifying = record_function("verify")
+        self._verifying.__enter__()
+        return tree
+
+    def verify(self, target: Target, batch: Batch, tree: CandidateTree) -> Verification:
+        return self.inner.verify(target, batch, tree)
+
+    def commit(
+        self, batch: Batch, tree: CandidateTree, acceptance: Acceptance, features: Mapping[int, torch.Tensor]
+    ) -> None:
+        self._verifying.__exit__(None, None, None)
+        start = self._now()
+        self.seconds["verify"].append(start - self._drafted)
+        with record_function("commit"):
+            self.inner.commit(batch, tree, acceptance, features)
+        self.seconds["commit"].append(self._now() - start)
+
+
+def stage_times(target: Target, prompt_ids: list[int], drafter: Drafter | None, sampling: SamplingParams) -> StageTimes:
+    """Answer one prompt, always drafting all that the drafter can, and time each stage by itself."""
+    inner = drafter or NoDrafter()
+    answer(target, prompt_ids, inner, sampling, use_cost_guard=False)
+    clock = StageClock(inner, clock_of(target.device))
+    answer(target, prompt_ids, clock, sampling, use_cost_guard=False)
+    stages = {name: median(seconds) for name, seconds in clock.seconds.items()}
+    return StageTimes(inner.name, len(clock.tree_sizes), int(median(clock.tree_sizes)), **stages)
+
+
+def answer(
+    target: Target, prompt_ids: list[int], drafter: Drafter | None, sampling: SamplingParams, *, use_cost_guard: bool
+) -> tuple[Completion, float | None]:
+    """A prompt's answer, and the seconds a token of all steps but the first, whose end includes the prefill."""
+    times, counts = [], []
+    completion = None
+    for event in stream(target, prompt_ids, drafter=drafter, sampling=sampling, use_cost_guard=use_cost_guard):
+        times.append(time.perf_counter())
+        counts.append(len(event.token_ids))
+        completion = event.completion
+    assert completion is not None
+    num_later = sum(counts[1:])
+    return completion, (times[-1] - times[0]) / num_later if num_later else None
+
+
+def end_to_end(
+    target: Target,
+    prompts: Sequence[list[int]],
+    drafters: Mapping[str, Drafter | None],
+    sampling: SamplingParams,
+    *,
+    on_answer: Callable[[], None] = lambda: None,
+) -> list[Answered]:
+    """Every prompt by every mode in turn, plain decoding first, with the cost guard on."""
+    modes = {PLAIN: None, **drafters}
+    for drafter in modes.values():
+        answer(target, prompts[0], drafter, sampling, use_cost_guard=True)
+    answers = []
+    for index, prompt in enumerate(prompts):
+        expected: list[int] = []
+        for mode, drafter in modes.items():
+            completion, per_token = answer(target, prompt, drafter, sampling, use_cost_guard=True)
+            expected = completion.token_ids if mode == PLAIN else expected
+            answers.append(
+                Answered(
+                    mode,
+                    index,
+                    len(completion.token_ids),
+                    completion.num_target_passes,
+                    completion.seconds,
+                    per_token,
+                    completion.token_ids == expected,
+                )
+            )
+            on_answer()
+    return answers
+
+
+def transformers_answers(
+    model: PreTrainedModel,
+    prompts: Sequence[list[int]],
+    expected: Sequence[list[int]],
+    sampling: SamplingParams,
+    *,
+    mode: str,
+    **options: Any,
+) -> list[Answered]:
+    """The same prompts by transformers' own greedy `generate`, each once unmeasured: it compiles for a length.
+
+    Args:
+        options: more of `generate`'s, such as `cache_implementation="static"`, which on CUDA compiles the forward.
+    """
+    device = model.device
+    now = clock_of(device)
+    answers = []
+    for index, (prompt, tokens) in enumerate(zip(prompts, expected, strict=True)):
+        input_ids = torch.tensor([prompt], device=device)
+        settings = {"max_new_tokens": sampling.max_new_tokens, "do_sample": False, **options}
+        # All of it, since a static cache has the size of the whole answer.
+        model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **settings)
+        start = now()
+        output = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **settings)
+        seconds = now() - start
+        got = output[0, len(prompt) :].tolist()
+        answers.append(Answered(mode, index, len(got), len(got), seconds, None, got == tokens))
+    return answers
+
+
+def promises(
+    target: Target, prompts: Sequence[list[int]], lengths: Sequence[int], num_nodes: int, *, max_new_tokens: int
+) -> list[Promise]:
+    """Compare drafters of set acceptance lengths with what the cost model promises for them."""
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+    answer(target, prompts[0], None, sampling, use_cost_guard=False)
+    plain = [answer(target, prompt, None, sampling, use_cost_guard=False) for prompt in prompts]
+    answers = {tuple(prompt): done.token_ids for prompt, (done, _) in zip(prompts, plain, strict=True)}
+    plain_stages = stage_times(target, prompts[0], None, sampling)
+    results = []
+    for length in lengths:
+        drafter = SyntheticDrafter(answers, acceptance_length=length, num_nodes=num_nodes)
+        stages = stage_times(target, prompts[0], drafter, sampling)
+        runs = [answer(target, prompt, drafter, sampling, use_cost_guard=False) for prompt in prompts]
+        num_tokens = sum(len(done.token_ids) for done, _ in runs)
+        acceptance_length = num_tokens / sum(done.num_target_passes for done, _ in runs)
+        ratios = [
+            before / after for (_, before), (_, after) in zip(plain, runs, strict=True) if before is not None and after
+        ]
+        if not ratios:
+            raise ValueError(f"max_new_tokens={max_new_tokens} is over in one step of {length}: use more")
+        promised = acceptance_length * plain_stages.total / stages.total
+        results.append(Promise(length, num_nodes, acceptance_length, promised, median(ratios)))
+    return results
+
+
+def profile(target: Target, prompt_ids: list[int], drafter: Drafter | None, path: Path) -> list[dict[str, Any]]:
+    """Write a Chrome trace of a short answer, its stages marked; returns the kernels that took most of the device's time."""
+    clock = StageClock(drafter or NoDrafter(), time.perf_counter)
+    answer(target, prompt_ids, clock, WARM_UP, use_cost_guard=False)
+    activities = [ProfilerActivity.CPU]
+    if target.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as trace:
+        answer(target, prompt_ids, clock, WARM_UP.with_(max_new_tokens=32), use_cost_guard=False)
+    trace.export_chrome_trace(str(path))
+    on_device = target.device.type == "cuda"
+    rows = []
+    for event in trace.key_averages():
+        if not on_device:
+            rows.append((event.self_cpu_time_total, event.count, event.key))
+        elif event.device_type == DeviceType.CUDA and event.key not in clock.seconds:
+            rows.append((event.self_device_time_total, event.count, event.key))
+    rows.sort(reverse=True)
+    return [{"name": name, "calls": count, "ms": microseconds / 1000} for microseconds, count, name in rows[:20]]
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most memory that torch has held on the device since the last reset; None where it keeps no count."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -1,0 +1,68 @@
+"""A drafter of set acceptance length, for measuring what a runtime makes of a head of that quality.
+
+It knows the answers. Of each it drafts the next tokens up to the set length, and fills the tree up with wrong ones, so that
+every pass emits exactly that many tokens and verifies exactly that many nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from selfspec.loop.drafter import Drafter
+from selfspec.tree import CandidateTree, chain, from_parents
+
+if TYPE_CHECKING:
+    from selfspec.loop.sequence import Batch
+
+
+class SyntheticDrafter(Drafter):
+    """Trees with a known number of right tokens.
+
+    Args:
+        answers: prompt -> the tokens that plain decoding emits after it.
+        acceptance_length: tokens emitted a pass, the bonus token included.
+        num_nodes: nodes of every tree, root included.
+    """
+
+    def __init__(self, answers: Mapping[tuple[int, ...], list[int]], *, acceptance_length: int, num_nodes: int) -> None:
+        if not 1 <= acceptance_length <= num_nodes:
+            raise ValueError(f"acceptance_length={acceptance_length} needs 1 to num_nodes={num_nodes}")
+        self.name = f"synthetic:{acceptance_length}"
+        self.acceptance_length = acceptance_length
+        self.num_nodes = num_nodes
+        self.num_draft_tokens = acceptance_length
+        self._answers = answers
+        # The right tokens are a chain; the wrong ones hang from its nodes in turn.
+        A = acceptance_length
+        self._parents = [-1, *range(A - 1), *((i % A) for i in range(num_nodes - A))]
+        self._shapes: dict[int, CandidateTree] = {}
+
+    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+        if num_draft_tokens == 0:
+            return chain(batch.roots)
+        A, V = self.acceptance_length, batch.target.vocab_size
+        drafts = []
+        for sequence in batch.sequences:
+            num_emitted = len(sequence.token_ids)
+            answer = self._answers[tuple(sequence.request.prompt_ids)][num_emitted : num_emitted + A]
+            right = answer + [0] * (A - len(answer))
+            # Siblings differ from each other and from the right token.
+            wrong = [(right[parent] + 1 + i // A) % V for i, parent in enumerate(self._parents[A:])]
+            drafts.append(right[: A - 1] + wrong)
+        shape = self._shape(len(batch), batch.device)
+        tokens = torch.cat([batch.roots[:, None], torch.tensor(drafts, dtype=torch.int64).to(batch.device)], dim=1)
+        tree = replace(shape, tokens=tokens)
+        if num_draft_tokens < tree.max_depth:
+            tree = tree.limit_depth(torch.full((len(batch),), num_draft_tokens, device=batch.device))
+        return tree
+
+    def _shape(self, num_rows: int, device: torch.device) -> CandidateTree:
+        """Parents and depths, which are the same in every step."""
+        if num_rows not in self._shapes:
+            parents = torch.tensor([self._parents], device=device).repeat(num_rows, 1)
+            self._shapes[num_rows] = from_parents(torch.zeros_like(parents), parents)
+        return self._shapes[num_rows]

@@ -1,0 +1,264 @@
+"""Speed on real prompts, task by task, against two baselines of the same run.
+
+Every prompt is answered by every mode in turn, so that a slow spell of a shared machine meets all of them alike. A task's
+speed-up is the median over its prompts of the ratio of seconds a token. Prefill is the same work in every mode and is timed
+apart: `decode` ratios leave it out, `total` ratios do not.
+
+Beside each measured speed-up stands the cost model's prediction (`selfspec.plan.formulas.speedup`): a task's acceptance
+length over what a step costs, one pair of cost ratios for the whole run. The gap is what the model leaves out: the host's
+time between drafts and passes, and that costs differ from task to task, with the text's length and with how much is drafted.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from selfspec.api import Completion, completion_of
+from selfspec.bench.compare import WARM_UP, transformers_run
+from selfspec.config import SamplingParams
+from selfspec.drafters import Drafter
+from selfspec.loop.decode import decode
+from selfspec.loop.planner import Planner
+from selfspec.loop.sequence import Request
+from selfspec.model.target import Target
+from selfspec.plan.formulas import speedup
+from selfspec.traffic.prompt_files import PromptRow, read_prompts
+
+DATA = Path(__file__).parents[1] / "data"
+BENCHMARKS = ("spec_bench", "humaneval")
+
+# The names of the two baselines: this runtime's plain decoding, and transformers' generate.
+PLAIN = "none"
+BASELINE = "transformers"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One prompt answered by one mode; of transformers only the whole time is known (None for its parts).
+
+    Attributes:
+        draft_seconds, verify_seconds: of all drafting, and of all target passes with the acceptance behind them.
+    """
+
+    task: str
+    prompt_id: str
+    mode: str
+    seconds: float
+    prefill_seconds: float | None
+    num_tokens: int
+    num_target_passes: int
+    is_identical: bool
+    draft_seconds: float | None = None
+    verify_seconds: float | None = None
+
+    @property
+    def decode_seconds_per_token(self) -> float:
+        assert self.prefill_seconds is not None
+        return (self.seconds - self.prefill_seconds) / self.num_tokens
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a step of a mode costs on average, relative to a plain pass: its drafting, and its pass over the tree."""
+
+    draft: float
+    verify: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A mode over the prompts of a task; ratios are medians over prompts, above 1 is faster.
+
+    Attributes:
+        tokens_per_second: all tokens over all seconds, prefill included.
+        acceptance_length: tokens per target pass, bonus token included.
+        decode_speedup, total_speedup: against plain decoding, without and with prefill.
+        predicted_speedup: what the cost model says of `decode_speedup`, from `costs` and the acceptance length.
+        baseline_speedup: against transformers' generate, with prefill; None where it did not run.
+        num_identical: prompts whose tokens equal plain decoding's.
+    """
+
+    num_prompts: int
+    tokens_per_second: float
+    acceptance_length: float
+    decode_speedup: float | None
+    total_speedup: float
+    baseline_speedup: float | None
+    num_identical: int
+    costs: Costs | None
+    predicted_speedup: float | None
+
+
+def read_benchmark(name: str | Path) -> list[PromptRow]:
+    """The prompts of a packaged benchmark (`spec_bench`, `humaneval`) or of a file."""
+    return read_prompts(DATA / f"{name}.jsonl" if name in BENCHMARKS else Path(name))
+
+
+def choose_prompts(rows: Sequence[PromptRow], num_per_task: int | None) -> dict[str, list[PromptRow]]:
+    """Rows by task, `num_per_task` of each, spread evenly over the task's rows."""
+    tasks: dict[str, list[PromptRow]] = {}
+    for row in rows:
+        tasks.setdefault(row.category or "all", []).append(row)
+    if num_per_task is None:
+        return tasks
+    return {
+        task: [of[i * len(of) // n] for i in range(n)] for task, of in tasks.items() if (n := min(num_per_task, len(of)))
+    }
+
+
+def run(
+    target: Target,
+    tasks: Mapping[str, Sequence[PromptRow]],
+    drafters: Mapping[str, Drafter | None],
+    *,
+    sampling: SamplingParams,
+    use_cost_guard: bool = True,
+    baseline_source: str | PreTrainedModel | None = None,
+    on_prompt: Callable[[], None] = lambda: None,
+) -> list[Measurement]:
+    """Answer every prompt with plain decoding, each drafter, and transformers if `baseline_source` names or is the model."""
+    modes = {PLAIN: None, **drafters}
+    prompts = [(task, row, target.encode(row.prompt)) for task, rows in tasks.items() for row in rows]
+    for drafter in modes.values():
+        _answer(target, prompts[0][2], drafter, WARM_UP)
+    baseline = None
+    if baseline_source is not None:
+        baseline = transformers_run(target, [ids for _, _, ids in prompts], sampling=sampling, source=baseline_source)
+    measurements = []
+    for task, row, ids in prompts:
+        expected: list[int] = []
+        for mode, drafter in modes.items():
+            completion, draft_seconds, verify_seconds = _answer(
+                target, ids, drafter, sampling, use_cost_guard=use_cost_guard
+            )
+            if mode == PLAIN:
+                expected = completion.token_ids
+            measurements.append(
+                Measurement(
+                    task,
+                    str(row.id),
+                    mode,
+                    completion.seconds,
+                    completion.prefill_seconds,
+                    len(completion.token_ids),
+                    completion.num_target_passes,
+                    completion.token_ids == expected,
+                    draft_seconds,
+                    verify_seconds,
+                )
+            )
+        if baseline is not None:
+            answer = next(baseline)
+            measurements.append(
+                Measurement(
+                    task,
+                    str(row.id),
+                    BASELINE,
+                    answer.seconds,
+                    None,
+                    len(answer.token_ids),
+                    answer.num_target_passes,
+                    answer.token_ids == expected,
+                )
+            )
+        on_prompt()
+    return measurements
+
+
+def _answer(
+    target: Target, ids: list[int], drafter: Drafter | None, sampling: SamplingParams, *, use_cost_guard: bool = True
+) -> tuple[Completion, float, float]:
+    """The answer, and the seconds of its drafting and of its target passes; these run on the host's clock, as planned by."""
+    draft_seconds = verify_seconds = 0.0
+    planner = None if use_cost_guard else Planner(is_active=False)
+    for step in decode(target, [Request(ids, sampling)], drafter=drafter, planner=planner):
+        draft_seconds += step.seconds.draft
+        verify_seconds += step.seconds.verify + step.seconds.accept
+    return completion_of(step.sequences[0]), draft_seconds, verify_seconds
+
+
+def summarise(measurements: Sequence[Measurement]) -> dict[str, dict[str, Summary]]:
+    """Task -> mode -> summary, with a last task `overall` over all prompts."""
+    by_prompt: dict[tuple[str, str], dict[str, Measurement]] = {}
+    for m in measurements:
+        by_prompt.setdefault((m.task, m.prompt_id), {})[m.mode] = m
+    tasks = list(dict.fromkeys(m.task for m in measurements))
+    modes = list(dict.fromkeys(m.mode for m in measurements))
+    out: dict[str, dict[str, Summary]] = {}
+    costs = {mode: _costs(measurements, mode) for mode in modes if mode != BASELINE}
+    for task in [*tasks, "overall"]:
+        prompts = [of for (of_task, _), of in by_prompt.items() if task in (of_task, "overall")]
+        out[task] = {mode: _summary(prompts, mode, costs.get(mode)) for mode in modes}
+    return out
+
+
+def _costs(measurements: Sequence[Measurement], mode: str) -> Costs:
+    """Means over all passes of the run."""
+
+    def seconds_per_pass(of: str, part: str) -> float:
+        own = [m for m in measurements if m.mode == of]
+        return sum(getattr(m, part) for m in own) / sum(m.num_target_passes for m in own)
+
+    plain = seconds_per_pass(PLAIN, "verify_seconds")
+    return Costs(seconds_per_pass(mode, "draft_seconds") / plain, seconds_per_pass(mode, "verify_seconds") / plain)
+
+
+def _summary(prompts: Sequence[Mapping[str, Measurement]], mode: str, costs: Costs | None) -> Summary:
+    own = [of[mode] for of in prompts]
+
+    def ratio(other: str) -> float:
+        return median(
+            (of[other].seconds / of[other].num_tokens) / (of[mode].seconds / of[mode].num_tokens) for of in prompts
+        )
+
+    decode = None
+    if mode != BASELINE:
+        decode = median(of[PLAIN].decode_seconds_per_token / of[mode].decode_seconds_per_token for of in prompts)
+    acceptance_length = sum(m.num_tokens for m in own) / sum(m.num_target_passes for m in own)
+    return Summary(
+        num_prompts=len(own),
+        tokens_per_second=sum(m.num_tokens for m in own) / sum(m.seconds for m in own),
+        acceptance_length=acceptance_length,
+        decode_speedup=decode,
+        total_speedup=ratio(PLAIN),
+        baseline_speedup=ratio(BASELINE) if BASELINE in prompts[0] else None,
+        num_identical=sum(m.is_identical for m in own),
+        costs=costs,
+        predicted_speedup=speedup(acceptance_length, costs.draft, costs.verify) if costs else None,
+    )
+
+
+def environment(target: Target) -> dict[str, object]:
+    """What a reader needs to judge the numbers."""
+    device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else platform.machine()
+    return {
+        "target": Path(target.name).name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def save(path: Path, target: Target, sampling: SamplingParams, measurements: Sequence[Measurement]) -> None:
+    """Everything measured, and the summary, as one JSON file."""
+    record = {
+        "environment": environment(target),
+        "sampling": asdict(sampling),
+        "summary": {
+            task: {mode: asdict(summary) for mode, summary in modes.items()}
+            for task, modes in summarise(measurements).items()
+        },
+        "measurements": [asdict(m) for m in measurements],
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")

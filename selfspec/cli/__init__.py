@@ -1,0 +1,1 @@
+"""The commands. Each reads options, calls the library, and shows the result."""

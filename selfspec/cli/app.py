@@ -1,0 +1,47 @@
+"""`selfspec app`: the page. It is a module of its own because in `selfspec.cli.main` that name is taken."""
+
+from typing import Annotated
+
+import typer
+
+from selfspec.cli.options import TargetOptions, command, quiet_libraries
+
+
+def register(cli: typer.Typer) -> None:
+    """Add the command."""
+
+    @command(cli, target=TargetOptions)
+    def app(
+        *,
+        target: TargetOptions,
+        host: Annotated[str, typer.Option("--host", help="address to listen on; 0.0.0.0 lets others in")] = "127.0.0.1",
+        port: Annotated[
+            int | None, typer.Option("--port", help="the first free one from 7860 by default", min=1, max=65535)
+        ] = None,
+        server: Annotated[
+            str | None, typer.Option("--server", help="race on a running `selfspec serve`, such as http://127.0.0.1:8000/v1")
+        ] = None,
+        api_key: Annotated[
+            str | None, typer.Option("--api-key", envvar="SELFSPEC_API_KEY", help="the key that the server asks for")
+        ] = None,
+    ) -> None:
+        """Open a page on which drafters race, and that shows why one wins."""
+        try:
+            import gradio  # noqa: F401
+        except ImportError as error:
+            raise ValueError("the page needs gradio: pip install 'selfspec[app]'") from error
+
+        from selfspec.app.main import serve
+        from selfspec.app.remote import Server
+        from selfspec.cli import display
+
+        quiet_libraries()
+        if server is not None:
+            if target.target is not None:
+                raise ValueError("--target and --server exclude each other: a server has its own target")
+            page = serve(Server(server, api_key), host=host, port=port)
+        else:
+            with display.stage(f"loading {target.source}"):
+                page = serve(target.load(), host=host, port=port)
+        typer.echo(f"{page.local_url} (Ctrl-C ends it)")
+        page.block_thread()

@@ -1,0 +1,222 @@
+"""What the commands show: results on stdout, progress on stderr and only where a person watches it."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from selfspec.bench.compare import Answer, Mode, first_difference
+from selfspec.bench.tasks import Summary
+from selfspec.bench.throughput import Throughput
+from selfspec.cli.doctor import Finding
+from selfspec.plan.predict import Plan
+from selfspec.traffic.conversations import Report
+from selfspec.traffic.prompt_files import PromptRow
+
+stdout = Console(highlight=False)
+stderr = Console(stderr=True, highlight=False)
+
+STATE_STYLES = {"ok": "green", "note": "yellow", "missing": "red"}
+
+
+@contextlib.contextmanager
+def stage(message: str) -> Iterator[Callable[[str], None]]:
+    """A spinner beside one line of text, which the yielded function replaces."""
+    if not stderr.is_terminal:
+        yield lambda _: None
+        return
+    with stderr.status(message) as status:
+        yield status.update
+
+
+@contextlib.contextmanager
+def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar that moves by one at every call of the yielded function."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda: bar.advance(task)
+
+
+def show_comparison(modes: Sequence[Mode], answer_ids: Sequence[str | int]) -> None:
+    """One row for each mode, against the first."""
+    baseline = modes[0]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("drafter", no_wrap=True)
+    for heading in ("tokens/s", "speed-up", "acceptance\nlength", "target\npasses"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("output")
+    for mode in modes:
+        table.add_row(
+            mode.name,
+            f"{mode.tokens_per_second:.1f}",
+            f"{mode.tokens_per_second / baseline.tokens_per_second:.2f}x",
+            f"{mode.acceptance_length:.2f}",
+            str(mode.num_target_passes),
+            Text("reference") if mode is baseline else _verdict(mode, baseline, answer_ids),
+        )
+    stdout.print(table)
+    stdout.print(f"{len(answer_ids)} answers, {baseline.num_tokens} tokens. Speeds include prefill.")
+    stdout.print("Acceptance length: tokens per target pass, bonus token included.")
+
+
+def _verdict(mode: Mode, baseline: Mode, answer_ids: Sequence[str | int]) -> Text:
+    difference = first_difference(mode, baseline)
+    if difference is None:
+        return Text("identical", style="green")
+    place = f"{answer_ids[difference.answer_index]}, token {difference.position}"
+    return Text(f"differs from {place}", style="red")
+
+
+def show_answer(row: PromptRow, answer: Answer) -> None:
+    """A question and its answer, both cut to an excerpt."""
+    question = row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
+    title = Text(_excerpt(question, 70))
+    stdout.print(Panel(Text(_excerpt(answer.text, 400)), title=title, title_align="left"))
+
+
+def _excerpt(text: str, max_chars: int) -> str:
+    text = text.strip()
+    return text if len(text) <= max_chars else text[: max_chars - 1].rstrip() + "…"
+
+
+def show_benchmark(summaries: Mapping[str, Mapping[str, Summary]], environment: Mapping[str, object]) -> None:
+    """One row for each task and mode; speed-ups are against the first mode of the task."""
+    # A terminal of 80 columns has room for it all.
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    table.add_column("task", no_wrap=True)
+    table.add_column("mode", no_wrap=True)
+    for heading in ("tokens\n/s", "accept\nlength", "decode\nspeed", "pre-\ndicted", "total\nspeed", "vs\ntransf.", "same"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for task, modes in summaries.items():
+        for i, (mode, summary) in enumerate(modes.items()):
+            table.add_row(
+                "" if i else task,
+                mode,
+                f"{summary.tokens_per_second:.1f}",
+                f"{summary.acceptance_length:.2f}",
+                _ratio(summary.decode_speedup),
+                _ratio(summary.predicted_speedup),
+                _ratio(summary.total_speedup),
+                _ratio(summary.baseline_speedup),
+                f"{summary.num_identical}/{summary.num_prompts}",
+            )
+        table.add_section()
+    stdout.print(table)
+    stdout.print(", ".join(f"{name} {value}" for name, value in environment.items()))
+    stdout.print("Speeds are medians over prompts, relative to none; total includes prefill, and so does vs transformers.")
+    stdout.print("Accept length: tokens per target pass, bonus token included. Same: prompts with the tokens of none.")
+    stdout.print(
+        "Predicted: the decode speed by the cost model, accept length / (draft cost + verify cost), from this run's"
+    )
+    costs = {mode: summary.costs for mode, summary in summaries["overall"].items() if summary.costs}
+    stdout.print(
+        "costs of a step: " + ", ".join(f"{mode} {c.draft:.3f} + {c.verify:.3f}" for mode, c in costs.items()) + "."
+    )
+
+
+def show_throughput(entries: Sequence[Throughput], environment: Mapping[str, object]) -> None:
+    """One row for each number of streams; ratios are of speculation on to off."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("streams", "off\ntokens/s", "on\ntokens/s", "ratio", "worst\nratio", "accept\nlength", "same"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for entry in entries:
+        table.add_row(
+            str(entry.num_streams),
+            f"{entry.plain_tokens_per_second:.1f}",
+            f"{entry.tokens_per_second:.1f}",
+            _ratio(entry.ratio),
+            _ratio(entry.worst_ratio),
+            f"{entry.acceptance_length:.2f}",
+            f"{entry.num_identical}/{entry.num_repeats}",
+        )
+    stdout.print(table)
+    stdout.print(", ".join(f"{name} {value}" for name, value in environment.items()))
+    stdout.print("Medians over repeats while all streams are busy, prefill included.")
+    stdout.print("Ratio: speculation on to off, within a repeat; above 1 is faster.")
+    stdout.print("Accept length: tokens per target pass, bonus token included. Same: repeats with the tokens of off.")
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x"
+
+
+def show_plan(plan: Plan) -> None:
+    """Memory part by part, whether it fits, and what each size of draft is predicted to do."""
+    memory = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    memory.add_column("memory", no_wrap=True)
+    memory.add_column("GB", justify="right", no_wrap=True)
+    for name, num_bytes in plan.memory.items():
+        memory.add_row(name, f"{num_bytes / 1e9:.2f}")
+    memory.add_section()
+    memory.add_row("total", f"{plan.total_bytes / 1e9:.2f}")
+    memory.add_row(plan.card.name, f"{plan.card.memory / 1e9:.2f}")
+    stdout.print(memory)
+    stdout.print(
+        Text("It fits." if plan.fits else "It does not fit.", style="green" if plan.fits else "red"),
+        f"Largest batch at {plan.context} tokens: {plan.largest_batch}. "
+        f"Largest context at batch {plan.batch_size}: {plan.largest_context}.",
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in (
+        "draft\ndepth",
+        "nodes",
+        "tokens\n/pass",
+        "draft\ncost",
+        "verify\ncost",
+        "speed-up",
+        "tokens/s\nat most",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for choice in plan.shown_choices():
+        table.add_row(
+            str(choice.depth),
+            str(choice.num_nodes),
+            f"{choice.expected_tokens:.2f}",
+            f"{choice.draft_cost:.3f}",
+            f"{choice.verify_cost:.3f}",
+            f"{choice.speedup:.2f}x",
+            f"{choice.tokens_per_second:.0f}",
+            style="bold" if choice == plan.best else None,
+        )
+    stdout.print(table)
+    best = plan.best
+    size = f"{_count(best.depth, 'draft token')} deep, {_count(best.num_nodes, 'node')}"
+    stdout.print(f"Best: {size}, {best.speedup:.2f}x plain decoding ({plan.acceptance}).")
+    stdout.print(f"{plan.target}, {plan.dtype}, weights from its {plan.weights_from}; {plan.card.name}: {_rates(plan)}.")
+    stdout.print("Costs are relative to a plain pass. Passes take the time of their roofline; host time is left out.")
+
+
+def _rates(plan: Plan) -> str:
+    peak = f", {plan.card.peak / 1e12:.0f} TFLOP/s" if math.isfinite(plan.card.peak) else ""
+    return f"{plan.card.bandwidth / 1e9:.0f} GB/s{peak}"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def show_findings(findings: Sequence[Finding]) -> None:
+    """The doctor's report."""
+    table = Table(box=None, show_header=False)
+    for finding in findings:
+        table.add_row(Text(finding.state, style=STATE_STYLES[finding.state]), finding.subject, Text(finding.detail))
+    stdout.print(table)
+
+
+def show_skipped(report: Report) -> None:
+    """Every reason for which rows were skipped, most frequent first, with its first places."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("skipped", justify="right", no_wrap=True)
+    table.add_column("reason")
+    table.add_column("such as")
+    for reason, count in report.skipped.most_common():
+        table.add_row(str(count), Text(reason), Text("\n".join(report.examples[reason])))
+    if report.skipped:
+        stdout.print(table)

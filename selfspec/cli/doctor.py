@@ -1,0 +1,87 @@
+"""What this installation can run and what it cannot, with the reason."""
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from selfspec.model.default_target import default_target
+
+REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "gguf")
+# Package -> what needs it, and the extra that brings it (None: torch's CUDA build does).
+OPTIONAL = {
+    "triton": ("compiled GPU kernels, in whose place plain torch runs", None),
+    "accelerate": ("training", "train"),
+    "datasets": ("training", "train"),
+    "peft": ("--adapter, and training of early-exit heads", "lora"),
+    "fastapi": ("selfspec serve", "serve"),
+    "gradio": ("the app", "app"),
+    "torchao": ("draft models in int8", "quant"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    state: Literal["ok", "note", "missing"]
+    subject: str
+    detail: str
+
+
+def examine() -> list[Finding]:
+    """The whole report, in reading order."""
+    return [*_packages(), *_devices(), *_environment(), *_target()]
+
+
+def _packages() -> Iterator[Finding]:
+    yield Finding("ok", "selfspec", _version("selfspec") or "not installed: running from a checkout")
+    yield Finding("ok", "python", platform.python_version())
+    for package in REQUIRED:
+        version = _version(package)
+        yield Finding("ok", package, version) if version else Finding("missing", package, f"pip install {package}")
+    for package, (purpose, extra) in OPTIONAL.items():
+        version = _version(package)
+        if version:
+            yield Finding("ok", package, version)
+        else:
+            remedy = f': pip install "selfspec[{extra}]"' if extra else ""
+            yield Finding("note", package, f"not installed; needed for {purpose}{remedy}")
+
+
+def _devices() -> Iterator[Finding]:
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(i)
+            yield Finding("ok", f"cuda:{i}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    else:
+        reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"
+        yield Finding("note", "cuda", f"{reason}: everything runs on the CPU, without the GPU kernels")
+    yield Finding("ok", "cpu", f"{torch.get_num_threads()} threads for {os.cpu_count()} cores")
+
+
+def _environment() -> Iterator[Finding]:
+    if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
+        yield Finding("ok", "OMP_WAIT_POLICY", "passive")
+    else:
+        yield Finding("note", "OMP_WAIT_POLICY", "not passive: where cores are shared, passive is many times faster")
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        yield Finding("note", "HF_HUB_OFFLINE", "set: targets come from directories and the local cache only")
+
+
+def _target() -> Iterator[Finding]:
+    try:
+        yield Finding("ok", "default target", str(default_target()))
+    except ValueError as error:
+        yield Finding("note", "default target", str(error))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,148 @@
+"""`selfspec import`, `export` and `verify-head`: heads from other tools, for other engines, and whether they fit."""
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from selfspec.cli.options import TargetOptions, command, quiet_libraries
+from selfspec.traffic.prompt_files import PromptRow, read_prompts
+
+if TYPE_CHECKING:
+    from selfspec.api import Prompt
+    from selfspec.interop.verify import Report
+    from selfspec.model.target import Target
+
+app = typer.Typer()
+
+DEMO_PROMPTS = Path(__file__).parents[1] / "data" / "demo_prompts.jsonl"
+
+HeadArgument = Annotated[str, typer.Argument(metavar="HEAD", help="directory or Hub id of a selfspec head")]
+OutputOption = Annotated[Path, typer.Option("--output", help="directory to make")]
+
+
+def import_head(
+    *,
+    source: Annotated[str, typer.Argument(metavar="PATH_OR_ID", help="directory or Hub id of the checkpoint")],
+    output: OutputOption,
+    target: TargetOptions,
+    source_revision: Annotated[
+        str | None, typer.Option("--source-revision", help="branch, tag or commit of the checkpoint, for a Hub id")
+    ] = None,
+    feature_layers: Annotated[
+        str | None,
+        typer.Option("--feature-layers", help="hidden states that EAGLE-3 fuses, as 2,16,29; else as the config means them"),
+    ] = None,
+    norm_before_residual: Annotated[
+        bool | None,
+        typer.Option("--norm-before-residual/--no-norm-before-residual", help="where an EAGLE-3 config does not say"),
+    ] = None,
+) -> None:
+    """Make a selfspec head of a Medusa, EAGLE, EAGLE-3 or speculators checkpoint."""
+    if output.exists() and any(output.iterdir()):
+        raise ValueError(f"{output} is not empty: name a new directory")
+    if feature_layers is not None and not re.fullmatch(r"\d+(,\d+)*", feature_layers):
+        raise ValueError(f"--feature-layers {feature_layers!r} is not a list of whole numbers such as 2,16,29")
+
+    from selfspec.cli import display
+    from selfspec.interop import Conventions, import_head
+
+    layers = tuple(map(int, feature_layers.split(","))) if feature_layers else None
+    with display.stage(f"importing {source}"):
+        head = import_head(source, _load(target), Conventions(layers, norm_before_residual), revision=source_revision)
+    if head is None:
+        typer.echo(f"{source} is a model with the target's tokenizer and needs no import: --drafter draft_model:{source}")
+        return
+    # A folder is a whole head or not there.
+    partial = output.with_name(output.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    head.save_pretrained(partial)
+    partial.replace(output)
+    typer.echo(f"{output}: {head.config.head_type} head of {head.num_parameters:,} parameters")
+    typer.echo(f"check it: selfspec verify-head {output}" + (f" --target {target.target}" if target.target else ""))
+
+
+# The command is called by a word that no function can have for its name.
+import_head.__name__ = "import"
+command(app, target=TargetOptions)(import_head)
+
+
+@command(app, target=TargetOptions)
+def export(
+    *,
+    head: HeadArgument,
+    format: Annotated[str, typer.Option("--format", help="vllm, sglang, speculators or medusa")],
+    output: OutputOption,
+    target: TargetOptions,
+) -> None:
+    """Write a head for another engine, and show the command that serves it there."""
+    from selfspec.cli import display
+    from selfspec.interop import export_head
+
+    with display.stage(f"exporting {head}"):
+        commands = export_head(head, _load(target), format, output)
+    typer.echo(f"{output}: written for {format}")
+    for line in commands:
+        typer.echo(line)
+
+
+@command(app, target=TargetOptions)
+def verify_head(
+    *,
+    head: HeadArgument,
+    target: TargetOptions,
+    prompt_file: Annotated[Path, typer.Option("--prompt-file", help="prompts to draft for")] = DEMO_PROMPTS,
+    num_prompts: Annotated[int, typer.Option("--num-prompts", help="how many of them", min=1)] = 12,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="most tokens for each answer", min=2)] = 64,
+) -> None:
+    """Check a head against its target: shapes, vocabulary, fingerprints, and acceptance at every position.
+
+    With --adapter, acceptance without it is shown as well.
+    """
+    rows = read_prompts(prompt_file)[:num_prompts]
+
+    from selfspec.cli import display
+    from selfspec.interop import load_as_stored
+    from selfspec.interop.verify import verify_head
+
+    adapters: dict[str | None, str] = {None: "served"}
+    if target.adapter is not None:
+        adapters = {None: "served without the adapter", target.adapter: "served with it"}
+    reports: dict[str | None, Report] = {}
+    with display.stage(f"verifying {head}"):
+        stored = load_as_stored(head)
+        for adapter in adapters:
+            model = _load(replace(target, adapter=adapter), use_packing=True)
+            prompts = [_prompt(row, model) for row in rows]
+            reports[adapter] = verify_head(stored, model, prompts, max_new_tokens=max_new_tokens)
+    for adapter, name in adapters.items():
+        serving = reports[adapter].serving
+        rates = " ".join(f"{rate:.0%}" for rate in serving.rates)
+        typer.echo(
+            f"{name}: {serving.acceptance_length:.2f} tokens per target pass; {rates} of the drafts at each depth accepted"
+        )
+    report = reports[target.adapter]
+    serving = report.serving
+    typer.echo(f"the answers' most frequent token alone: {serving.chance:.0%}")
+    for reading in report.readings:
+        rates = " ".join(f"{rate:4.0%}" for rate in reading.hits.float().mean(0).tolist())
+        typer.echo(f"  {rates}  {1 + reading.lengths.mean():5.2f}  {reading.name}")
+    if report.problem:
+        raise ValueError(report.problem)
+    typer.echo("the head fits its target")
+
+
+def _prompt(row: PromptRow, target: "Target") -> "Prompt":
+    """The row's first turn, as plain text for a target without a chat template."""
+    if row.turns and not getattr(target.tokenizer, "chat_template", None):
+        return row.turns[0]
+    return row.prompt
+
+
+def _load(options: TargetOptions, *, use_packing: bool = False) -> "Target":
+    """The target; what is exported of it are its plain weights, not those laid out for decoding."""
+    quiet_libraries()
+    return options.load(use_packing=use_packing)

@@ -1,0 +1,138 @@
+"""`selfspec plan`: memory and speed-up of a target with a drafter, before either is loaded."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from selfspec.cli.options import TargetOptions, command, quiet_libraries
+
+if TYPE_CHECKING:
+    from selfspec.plan.accelerators import Card
+    from selfspec.plan.predict import Acceptance
+    from selfspec.plan.sizes import DraftSize
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """On what accelerator, for which load, and how much of what is drafted holds."""
+
+    gpu: str | None = field(
+        default=None, metadata={"help": "an accelerator of the built-in table, such as h100; this machine's by default"}
+    )
+    gpu_memory_gb: float | None = field(default=None, metadata={"help": "its memory, in GB of 10^9 bytes"})
+    bandwidth: float | None = field(default=None, metadata={"help": "its memory bandwidth, in GB/s"})
+    tflops: float | None = field(default=None, metadata={"help": "its dense bfloat16 peak, in TFLOP/s"})
+    batch_size: int = field(default=1, metadata={"help": "sequences decoded together"})
+    context: int = field(default=2048, metadata={"help": "tokens that each sequence holds, prompt and answer"})
+    alpha: str | None = field(
+        default=None,
+        metadata={"help": "chance that a draft token holds; with commas, of the drafter's first choice, its second, ..."},
+    )
+    acceptance_length: float | None = field(
+        default=None, metadata={"help": "tokens per target pass, measured; in place of --alpha"}
+    )
+    num_draft_tokens: int | None = field(
+        default=None, metadata={"help": "most tokens to draft in a step: the depth that --acceptance-length was measured at"}
+    )
+    num_nodes: int | None = field(
+        default=None, metadata={"help": "most nodes of a candidate tree, root included; each drafter has its default"}
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("gpu_memory_gb", "bandwidth", "tflops", "num_draft_tokens", "num_nodes"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name}={value} is not allowed: use a number above 0")
+        if self.alpha is not None and self.acceptance_length is not None:
+            raise ValueError("alpha and acceptance_length both say how much is accepted: give one of them")
+
+    @property
+    def rank_rates(self) -> list[float]:
+        """`alpha` as numbers."""
+        assert self.alpha is not None
+        try:
+            return [float(part) for part in self.alpha.split(",")]
+        except ValueError:
+            raise ValueError(f"alpha={self.alpha!r} is not allowed: use a number, or several with commas") from None
+
+    def card(self, device: str) -> "Card":
+        """The accelerator that is asked for, or else this machine's."""
+        from selfspec.plan.accelerators import GB, Card, card_named
+
+        memory = self.gpu_memory_gb and self.gpu_memory_gb * GB
+        if self.gpu is None and memory and self.bandwidth:
+            base = Card("given", memory, self.bandwidth * GB)
+        else:
+            base = present_card(device) if self.gpu is None else card_named(self.gpu)
+        bandwidth = self.bandwidth * GB if self.bandwidth else base.bandwidth
+        peak = self.tflops * 1e12 if self.tflops else base.peak
+        return dataclasses.replace(base, memory=memory or base.memory, bandwidth=bandwidth, peak=peak)
+
+    def acceptance(self, draft: "DraftSize | None") -> "Acceptance":
+        """What is given, or else what the head's card has measured."""
+        from selfspec.plan.predict import NOTHING_DRAFTED, assumed_rates, card_acceptance, measured_length
+
+        depth, num_nodes = self.num_draft_tokens, self.num_nodes
+        if draft is None:
+            if self.alpha is not None or self.acceptance_length is not None:
+                raise ValueError("what drafts is not said: name a --drafter (ngram drafts at no cost)")
+            return NOTHING_DRAFTED
+        if self.alpha is not None:
+            return assumed_rates(self.rank_rates, draft, depth=depth, num_nodes=num_nodes)
+        if self.acceptance_length is not None:
+            return measured_length(self.acceptance_length, draft, depth=depth, num_nodes=num_nodes)
+        return card_acceptance(draft, depth=depth, num_nodes=num_nodes)
+
+
+def present_card(device: str) -> "Card":
+    """This machine's accelerator, with the bandwidth and peak that the table has for it."""
+    import torch
+
+    from selfspec.model.load import resolve_device
+    from selfspec.plan.accelerators import card_of_device
+
+    found = resolve_device(device)
+    if found.type != "cuda":
+        raise ValueError("no accelerator to plan for: name one with --gpu, or give --gpu-memory-gb and --bandwidth")
+    properties = torch.cuda.get_device_properties(found)
+    card = card_of_device(properties.name, properties.total_memory)
+    if card is None:
+        raise ValueError(
+            f"{properties.name} is not in the table: give --gpu-memory-gb and --bandwidth, and perhaps --tflops"
+        )
+    return card
+
+
+def register(cli: typer.Typer) -> None:
+    """Add the command."""
+
+    @command(cli, target=TargetOptions, options=PlanOptions)
+    def plan(
+        *,
+        target: TargetOptions,
+        drafter: Annotated[
+            str, typer.Option("--drafter", help="none, ngram, truncated:LAYERS, or NAME[:PATH_OR_ID] of a trained head")
+        ] = "none",
+        options: PlanOptions,
+        as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    ) -> None:
+        """Predict memory, the best draft size and the speed-up on an accelerator; no weights are loaded."""
+        quiet_libraries()
+        from selfspec.cli import display
+        from selfspec.plan.predict import make_plan
+        from selfspec.plan.sizes import ModelSize, draft_size
+
+        card = options.card(target.device)
+        with display.stage(f"reading {target.source}"):
+            model = ModelSize.of(target.source, revision=target.revision, dtype=target.dtype)
+            draft = None if drafter == "none" else draft_size(drafter, model)
+        prediction = make_plan(
+            model, draft, options.acceptance(draft), card, batch_size=options.batch_size, context=options.context
+        )
+        if as_json:
+            typer.echo(json.dumps(prediction.to_dict(), indent=1))
+        else:
+            display.show_plan(prediction)

@@ -1,0 +1,76 @@
+"""`selfspec serve`: the target behind an OpenAI-compatible API."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from selfspec.cli.options import DraftOptions, TargetOptions, command, quiet_libraries
+from selfspec.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from selfspec.traffic.capture import Capture
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def register(cli: typer.Typer) -> None:
+    """Add the command."""
+
+    @command(cli, target=TargetOptions, draft=DraftOptions, options=ServeOptions)
+    def serve(
+        *,
+        target: TargetOptions,
+        drafter: Annotated[
+            list[str] | None,
+            typer.Option("--drafter", help="what proposes tokens, ngram by default; repeatable: requests may name one"),
+        ] = None,
+        draft: DraftOptions,
+        options: ServeOptions,
+        host: Annotated[str, typer.Option("--host", help="address to listen on; 0.0.0.0 lets others in")] = "127.0.0.1",
+        port: Annotated[int, typer.Option("--port", help="0 takes any that is free", min=0, max=65535)] = 8000,
+    ) -> None:
+        """Serve the target over HTTP, as OpenAI's API has it."""
+        try:
+            import fastapi  # noqa: F401
+            import prometheus_client  # noqa: F401
+            import uvicorn  # noqa: F401
+        except ImportError as error:
+            raise ValueError(
+                "serving needs fastapi, uvicorn and prometheus-client: pip install 'selfspec[serve]'"
+            ) from error
+
+        from selfspec.serve.server import listen, run
+        from selfspec.serve.service import Service
+
+        quiet_libraries()
+        capture = open_capture(options)
+        service = Service(target.source, options)
+        if host not in LOOPBACK and not service.api_keys:
+            typer.echo("selfspec: anyone who reaches this address can use the model: think of --api-key", err=True)
+        listener = listen(host, port)
+        url = f"http://{host}:{listener.getsockname()[1]}/v1"
+
+        def load() -> None:
+            model = target.load()
+            loaded = [draft.load(spec, model) for spec in dict.fromkeys(drafter or ["ngram"])]
+            drafters = [each for each in loaded if each is not None]
+            service.open(model, drafters, use_cost_guard=not draft.no_cost_guard, capture=capture)
+            typer.echo(f"{url} serves {service.name} (Ctrl-C ends it)")
+
+        run(service, listener, load)
+
+
+def open_capture(options: ServeOptions) -> "Capture | None":
+    """The log of traffic, where one is wanted."""
+    if options.capture is None:
+        return None
+    from selfspec.traffic.capture import Capture
+
+    redactor = None
+    if options.capture_redact:
+        try:
+            from selfspec.traffic.redact import Redactor
+        except ImportError as error:
+            raise ValueError("redacting personal data needs Presidio: pip install 'selfspec[redact]'") from error
+        redactor = Redactor()
+    return Capture(options.capture, share=options.capture_share, max_bytes=options.capture_megabytes << 20, redact=redactor)

@@ -1,0 +1,147 @@
+"""An EAGLE-3 head's forward in as few kernels as there are dependencies, like the target's in `selfspec.model.fused_layer`.
+
+Where `fuse` has merged a head's layers, and the head is of the common kind, a pass over a drafted layer takes fifteen
+launches. Nodes come with the paths that attention reads, one entry longer than their parents'; no ancestor mask is made.
+It is for the few rows of decoding, as the kernels are; larger batches, and float32 on a GPU, go the general way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from selfspec.cache.kv import KVCache, Places
+from selfspec.heads.eagle import Eagle1Head, EagleHead
+from selfspec.kernels.linear import linear, linear_before_norm, normed_gated_linear, normed_linear
+from selfspec.kernels.reference import slots_of
+from selfspec.kernels.rms_norm import rms_norm
+from selfspec.kernels.rotary import rotary_store
+from selfspec.kernels.tree_attention import TreeLayout, tree_attention
+from selfspec.model.fuse import FusedLinear, FusedRMSNorm, MergedLinear, norm_of
+
+
+class EaglePass:
+    """A head's layer and its output layer, over entries whose hidden states the caller brings.
+
+    Args:
+        head, output: after `fuse`, and of the kind that `is_common` knows.
+        cache: the head's own.
+    """
+
+    def __init__(self, head: EagleHead, output: Any, embed: nn.Module, cache: KVCache) -> None:
+        layer: Any = head.midlayer
+        attention, mlp = layer.self_attn, layer.mlp
+        self.cache = cache
+        self._embed = embed
+        self._output = output
+        self._qkv, self._o = attention.q_proj.merged, attention.o_proj
+        self._gate_up, self._down = mlp.gate_proj.merged, mlp.down_proj
+        self._input_norms = layer.input_layernorm, layer.hidden_norm
+        self._post_norm, self._final_norm = norm_of(layer.post_attention_layernorm), norm_of(head.norm)
+        self._inv_freq, self._rotary_factor = attention.inv_freq, attention.rotary_factor
+        self._scaling = attention.head_dim**-0.5
+        self._feeds_normed = head.config.feeds_normed
+
+    @staticmethod
+    def is_common(head: EagleHead | Eagle1Head, output: nn.Module) -> bool:
+        """Whether the pass knows all that the head has."""
+        if not isinstance(head, EagleHead) or head.config.has_qk_norm or head.config.norm_before_residual:
+            return False
+        if head.norm.weight.is_cuda and head.norm.weight.dtype == torch.float32:
+            return False
+        layer = head.midlayer
+        merged = [getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")]
+        norms = (layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm, head.norm)
+        others = (layer.self_attn.o_proj, layer.mlp.down_proj, output)
+        return (
+            all(isinstance(each, MergedLinear) for each in (*merged, layer.mlp.gate_proj, layer.mlp.up_proj))
+            and all(type(each) is FusedLinear for each in others)
+            and all(isinstance(norm, FusedRMSNorm) for norm in norms)
+        )
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine [A, N, D] of positions [A, N]."""
+        angles = (positions[:, :, None].float() * self._inv_freq).repeat(1, 1, 2)
+        cos, sin = ((self._rotary_factor * part).to(self.cache.keys.dtype) for part in (angles.cos(), angles.sin()))
+        return cos, sin
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        layout: TreeLayout,
+        slots: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Enter N entries a row.
+
+        Args:
+            hidden: [A, N, E] fused features, or outputs that were fed back.
+            tokens: [A, N], whose embeddings the entries pair with them.
+            slots: [A * N], where their keys and values go.
+
+        Returns:
+            Logits [A, N, V] and what is fed back [A, N, E].
+        """
+        A, N, E = hidden.shape
+        keys, values = self.cache.keys[0], self.cache.values[0]
+        both = hidden.new_empty(A, N, 2 * E)
+        for norm, x, out in zip(self._input_norms, (self._embed(tokens), hidden), both.split(E, dim=2), strict=True):
+            rms_norm(x, norm.weight, norm.eps, out=out, **norm.rule)
+        query = rotary_store(linear(both, self._qkv.weight, self._qkv.bias), *angles, slots, keys, values)
+        attended = tree_attention(query.transpose(1, 2), keys, values, layout, self._scaling).flatten(2)
+        normed = linear_before_norm(attended, self._o.weight, self._o.bias, hidden, self._post_norm)
+        activated = normed_gated_linear(normed, self._gate_up.weight, self._gate_up.bias)
+        normed = linear_before_norm(activated, self._down.weight, self._down.bias, normed.hidden, self._final_norm)
+        logits = normed_linear(normed, self._output.weight, self._output.bias)
+        return logits, normed.finish() if self._feeds_normed else normed.hidden
+
+
+class Growth:
+    """The passes over a tree's layers, one after the other.
+
+    Args:
+        places: where the rows lie; the tree's nodes are scratch entries behind them.
+        last: [A, 1, E], what the entry before the tree feeds to its first layer.
+        depth, width: of the tree.
+    """
+
+    def __init__(self, eagle: EaglePass, places: Places, last: torch.Tensor, *, depth: int, width: int) -> None:
+        self._eagle = eagle
+        self._places = places
+        self._fed = last
+        self._depth = depth
+        device = last.device
+        A = len(last)
+        at = torch.arange(depth, device=device)
+        self._depths = at[:, None, None].expand(depth, A, width).contiguous()
+        self._cos, self._sin = eagle.angles(places.lengths[:, None] + at)
+        nodes = torch.arange(depth * width, device=device)
+        self._slots = slots_of(places.block_tables, places.lengths[:, None] + nodes, eagle.cache.block_size)
+        self._paths = self._slots.new_zeros(A, 1, depth)
+        self._at = self._num_nodes = 0
+
+    def __call__(self, tokens: torch.Tensor, parent: torch.Tensor) -> torch.Tensor:
+        """Logits of the newest layer; see `growth.LayerPass`."""
+        W, at = tokens.shape[1], self._at
+        own = self._slots[:, self._num_nodes : self._num_nodes + W]
+        # A node's path is its parent's, and itself.
+        self._paths = self._paths.gather(1, parent[:, :, None].expand(-1, -1, self._depth))
+        self._paths[:, :, at] = own
+        layout = TreeLayout(
+            self._places.block_tables,
+            self._places.lengths,
+            None if self._places.rows is None else [row.length for row in self._places.rows],
+            self._depths[at, :, :W],
+            None,
+            self._eagle.cache.block_size,
+            max_depth=at,
+            paths=self._paths,
+        )
+        hidden = self._fed.gather(1, parent[:, :, None].expand(-1, -1, self._fed.shape[2]))
+        angles = self._cos[:, at, None].expand(-1, W, -1), self._sin[:, at, None].expand(-1, W, -1)
+        logits, self._fed = self._eagle(hidden, tokens, angles, layout, own.reshape(-1))
+        self._at, self._num_nodes = at + 1, self._num_nodes + W
+        return logits

@@ -1,0 +1,93 @@
+"""Trained heads by path, Hub id, or from those that ship with the package, checked against their target."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from selfspec.heads import HEADS
+from selfspec.heads.base import CONFIG_NAME, DraftHead, TargetIdentity, find_head, read_config
+from selfspec.model.target import Target
+
+logger = logging.getLogger(__name__)
+
+# heads/pretrained/TARGET/NAME, installed with the package.
+SHIPPED = Path(__file__).parents[1] / "heads" / "pretrained"
+
+# The head types that each drafter serves.
+HEAD_TYPES = {
+    "medusa": ("medusa",),
+    "eagle": ("eagle", "eagle1"),
+    "early_exit": ("early_exit",),
+    "draft_model": ("draft_model",),
+}
+
+
+def drafter_for(head_type: str) -> str:
+    """The name of the drafter that serves heads of a type."""
+    for name, types in HEAD_TYPES.items():
+        if head_type in types:
+            return name
+    raise ValueError(f"no drafter of this version serves {head_type} heads: update selfspec")
+
+
+def identity(target: Target) -> TargetIdentity:
+    """What a head's config records of this target."""
+    return TargetIdentity.of(target.model, target.tokenizer, name=Path(target.name).name)
+
+
+def load_head(source: str | Path | None, target: Target, *, drafter: str, revision: str | None = None) -> DraftHead:
+    """A head that this drafter can serve, for this target.
+
+    Args:
+        source: folder or Hub id; None takes the shipped head whose fingerprint fits the target.
+
+    Raises:
+        ValueError: no head there, another kind, damaged weights, or a head of another target; the sentence names both sides.
+    """
+    directory = find_head(source or shipped_head(drafter, target), revision)
+    head_type = read_config(directory)["head_type"]
+    allowed = HEAD_TYPES[drafter]
+    if head_type not in allowed:
+        raise ValueError(f"{source} is a {head_type} head, and drafter {drafter} serves {' and '.join(allowed)} heads")
+    head = HEADS[head_type].from_pretrained(directory, dtype=target.dtype)
+    head.config.target.check(identity(target))
+    if target.adapter is not None:
+        logger.warning(
+            "head %s: its card's acceptance was measured without adapter %s; `selfspec verify-head` measures both",
+            directory.name,
+            target.adapter,
+        )
+    return head
+
+
+def is_head(source: str | Path) -> bool:
+    """True where a folder or Hub id holds a head of ours, and not a model; its config alone is fetched."""
+    try:
+        read_config(find_head(source, patterns=(CONFIG_NAME,)))
+    except ValueError:
+        return False
+    return True
+
+
+def shipped_heads() -> list[Path]:
+    """The folders of all heads that come with the package, whichever target they are for."""
+    return sorted(path.parent for path in SHIPPED.glob("*/*/config.json"))
+
+
+def shipped_head(drafter: str, target: Target) -> Path:
+    """The folder of the shipped head that this drafter can serve and that fits the target."""
+    ours = identity(target)
+    for directory in shipped_heads():
+        record: dict[str, Any] = read_config(directory)
+        if record["head_type"] not in HEAD_TYPES[drafter]:
+            continue
+        config = HEADS[record["head_type"]].config_class.from_dict(record)
+        try:
+            config.target.check(ours)
+        except ValueError:
+            continue
+        logger.info("drafter %s: the shipped head %s/%s", drafter, directory.parent.name, directory.name)
+        return directory
+    raise ValueError(f"no shipped {drafter} head fits {target.name}: name one as {drafter}:PATH_OR_HUB_ID, or train one")

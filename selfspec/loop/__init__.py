@@ -1,0 +1,1 @@
+"""Decoding: draft a candidate tree, verify it in one target pass, accept, compact, commit."""

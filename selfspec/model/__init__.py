@@ -1,0 +1,1 @@
+"""The target: a frozen Hugging Face model, and what makes it fast to decode with."""

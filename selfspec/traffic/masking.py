@@ -1,0 +1,161 @@
+"""From conversations to token ids and a loss mask, for any chat template: only what the target wrote trains.
+
+The template itself says which part of a text is an answer: what it adds when the answer is added to the messages before it,
+rendered with the answer's header open. That is how the target is served, so no marker and no search for the answer's words
+is needed. An answer trains from its first token to the token that ends the turn; what follows that (often a newline) was
+never written by the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from selfspec.traffic.conversations import BadRow, Conversation, Message, Report
+
+# Stands for an answer, to see what a template puts after one.
+PROBE = "selfspec-probe"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Token ids, and for each whether to train on it."""
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An answer as text: what the target read, what it wrote, and whether to train on it."""
+
+    prompt: str
+    answer: str
+    is_trained: bool
+
+
+def tokenize_all(conversations: Iterable[Conversation], tokenizer: Any, report: Report) -> list[Sample]:
+    """Samples of all conversations that the chat template takes; the others are in the report.
+
+    Raises:
+        ValueError: no chat template, or no assistant token in any conversation.
+    """
+    samples: list[Sample] = []
+    for conversation in conversations:
+        try:
+            samples += tokenize(conversation, tokenizer)
+            report.num_kept += 1
+        except BadRow as error:
+            report.skip(str(error), conversation.id)
+    if not any(any(sample.loss_mask) for sample in samples):
+        raise ValueError("no conversation has an assistant token to train on: let `selfspec data regenerate` write answers")
+    return samples
+
+
+def tokenize(conversation: Conversation, tokenizer: Any) -> list[Sample]:
+    """One sample with every answer, or one for each answer where the template rewrites earlier turns.
+
+    Templates of thinking models strip the reasoning from earlier answers: then no single text holds all answers as the
+    target wrote them.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+        BadRow: the template refuses the conversation, or there is no answer to train on.
+    """
+    try:
+        turns = answer_turns(conversation, tokenizer)
+    except (TemplateError, TypeError) as error:
+        raise BadRow(f"refused by the chat template: {error}") from error
+    if not any(turn.is_trained for turn in turns):
+        raise BadRow("no answer to train on")
+    text = turns[-1].prompt + turns[-1].answer
+    if all(text.startswith(turn.prompt + turn.answer) for turn in turns):
+        return [_sample(text, turns, tokenizer)]
+    return [_sample(turn.prompt + turn.answer, [turn], tokenizer) for turn in turns if turn.is_trained]
+
+
+def answer_turns(conversation: Conversation, tokenizer: Any) -> list[Turn]:
+    """Every assistant turn, rendered."""
+    messages = conversation.messages
+    turns = []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = render(tokenizer, messages[:i], add_generation_prompt=True)
+        through = render(tokenizer, messages[: i + 1])
+        closing = closing_after(tokenizer, messages[:i], "assistant")
+        # A header that opens the reasoning, which the template then leaves out, is no prefix of the conversation.
+        answer = through[len(prompt) :] if through.startswith(prompt) else message["content"] + closing
+        if answer.endswith(closing):
+            is_cut = conversation.finish_reason == "length" and i == len(messages) - 1
+            answer = answer[: len(answer) - len(closing)] + ("" if is_cut else end_of_turn(tokenizer, closing))
+        turns.append(Turn(prompt, answer, message.get("weight", 1) != 0))
+    return turns
+
+
+def render(tokenizer: Any, messages: list[Message], *, add_generation_prompt: bool = False) -> str:
+    """Messages as the chat template writes them."""
+    _check_chat_template(tokenizer)
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+
+def closing_after(tokenizer: Any, messages: list[Message], role: str) -> str:
+    """What the template writes after the last message if that is one of `role`."""
+    return render(tokenizer, [*messages, {"role": role, "content": PROBE}]).rpartition(PROBE)[2]
+
+
+def end_of_turn(tokenizer: Any, closing: str) -> str:
+    """The part of a closing that ends the turn: up to its first added token, or all its words if there is none."""
+    token = first_added_token(tokenizer, closing)
+    return closing.rstrip() if token is None else closing[: closing.index(token) + len(token)]
+
+
+def first_added_token(tokenizer: Any, text: str) -> str | None:
+    """The first special or other added token in a text, white space aside."""
+    tokens = [token for token in tokenizer.get_added_vocab() if token.strip() and token in text]
+    return min(tokens, key=lambda token: (text.index(token), -len(token)), default=None)
+
+
+def use_chat_template(tokenizer: Any, file: Path | None) -> None:
+    """Give a tokenizer the template in a file; None leaves it its own, which must be there."""
+    if file is not None:
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+    _check_chat_template(tokenizer)
+
+
+def _check_chat_template(tokenizer: Any) -> None:
+    if not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat template: give it one with --chat-template FILE")
+
+
+def _sample(text: str, turns: list[Turn], tokenizer: Any) -> Sample:
+    """Tokens of a text that begins with each turn's prompt and answer; those in an answer to train on are marked."""
+    spans = [(len(turn.prompt), len(turn.prompt) + len(turn.answer)) for turn in turns if turn.is_trained]
+    if not tokenizer.is_fast:
+        return _sample_without_offsets(text, spans, tokenizer)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    offsets = encoded["offset_mapping"]
+    loss_mask = [False] * len(offsets)
+    for start, end in spans:
+        for i, (token_start, token_end) in enumerate(offsets):
+            # Byte-level tokenizers may leave white space out of the offsets: a token of nothing else is where it ends.
+            if token_end > start and min(token_start, token_end - 1) < end:
+                loss_mask[i] = True
+    return Sample(encoded["input_ids"], loss_mask)
+
+
+def _sample_without_offsets(text: str, spans: list[tuple[int, int]], tokenizer: Any) -> Sample:
+    """The same by the number of tokens before each border, which must be a border of tokens too."""
+    input_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    loss_mask = [False] * len(input_ids)
+    for span in spans:
+        heads = [tokenizer(text[:border], add_special_tokens=False)["input_ids"] for border in span]
+        if any(input_ids[: len(head)] != head for head in heads):
+            raise BadRow("a token lies across the border of an answer, and this tokenizer tells no offsets")
+        start, end = map(len, heads)
+        loss_mask[start:end] = [True] * (end - start)
+    return Sample(input_ids, loss_mask)

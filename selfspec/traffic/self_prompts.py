@@ -1,0 +1,80 @@
+"""Prompts from the target itself: with a bare user header before it, a chat model writes what a user would say.
+
+As in Magpie, https://arxiv.org/abs/2406.08464. It writes what it was trained on, which is as near as one comes to that data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from selfspec.api import generate_iter
+from selfspec.config import SamplingParams
+from selfspec.loop.drafter import Drafter
+from selfspec.model.target import Target
+from selfspec.traffic.clean import words
+from selfspec.traffic.conversations import Conversation, Report
+from selfspec.traffic.masking import PROBE, closing_after, first_added_token, render
+from selfspec.traffic.regenerate import check_sampling, seed_for
+
+MIN_WORDS = 3
+
+
+def self_prompts(
+    target: Target,
+    numbers: Collection[int],
+    report: Report,
+    *,
+    sampling: SamplingParams,
+    drafter: Drafter | None = None,
+    batch_size: int = 1,
+    known: Collection[str] = (),
+) -> Iterator[Conversation]:
+    """Conversations of one user turn, with ids `self-NUMBER`; empty, short, cut and repeated ones are only in the report.
+
+    Args:
+        numbers: which prompts to draw; the seed of each comes from its number.
+        known: prompts not to repeat.
+    """
+    check_sampling(sampling)
+    if sampling.is_greedy:
+        raise ValueError("greedy decoding would write the same prompt every time: pass a --temperature above 0")
+    header, ending = _header(target), _ending(target, sampling)
+    seen = {words(prompt) for prompt in known}
+    completions = generate_iter(
+        target,
+        [header] * len(numbers),
+        drafter=drafter,
+        sampling=[ending.with_(seed=seed_for(sampling.seed, f"self-{number}")) for number in numbers],
+        batch_size=batch_size,
+    )
+    for number, completion in zip(numbers, completions, strict=True):
+        name, text = f"self-{number}", completion.text.strip()
+        spoken = words(text)
+        if completion.finish_reason == "length":
+            report.skip("cut by max_new_tokens", f"{name}: {text[:80]}")
+        elif len(spoken) < MIN_WORDS:
+            report.skip(f"under {MIN_WORDS} words", f"{name}: {text[:80]}")
+        elif spoken in seen:
+            report.skip("repeated", f"{name}: {text[:80]}")
+        else:
+            seen.add(spoken)
+            report.num_kept += 1
+            yield Conversation(name, [{"role": "user", "content": text}])
+
+
+def _header(target: Target) -> list[int]:
+    """What the template writes before the first user turn."""
+    header = render(target.tokenizer, [{"role": "user", "content": PROBE}]).partition(PROBE)[0]
+    token_ids = target.tokenizer(header, add_special_tokens=False)["input_ids"]
+    if not token_ids:
+        raise ValueError("the chat template puts nothing before a user turn, so the target cannot be led to write one")
+    return token_ids
+
+
+def _ending(target: Target, sampling: SamplingParams) -> SamplingParams:
+    """Settings that also end where the template ends a user turn."""
+    closing = closing_after(target.tokenizer, [], "user")
+    token = first_added_token(target.tokenizer, closing)
+    if token is not None:
+        return sampling.with_(stop_token_ids=(target.tokenizer.convert_tokens_to_ids(token),))
+    return sampling.with_(stop=(closing.strip(),)) if closing.strip() else sampling

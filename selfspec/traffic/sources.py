@@ -1,0 +1,135 @@
+"""Where conversations come from: JSON lines, a JSON list, plain text, Parquet, Arrow, directories of them, the Hub.
+
+Of plain text every line is a user turn, and in a directory every file is one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from selfspec.traffic.conversations import BadRow, Conversation, Report, parse
+
+TABLES = {".parquet": "parquet", ".arrow": "arrow"}
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", *TABLES)
+
+# A row's place, what decodes it, and the row.
+Row = tuple[str, Callable[[Any], object], Any]
+
+
+def read_conversations(sources: Iterable[str | Path], report: Report) -> Iterator[Conversation]:
+    """The conversations of files, of all files in a directory, and of datasets of the Hub (`ID[:CONFIG][:SPLIT]`).
+
+    Ids are made unique: a second `a` becomes `a#2`, and a row without an id gets its file's name and its number.
+
+    Raises:
+        ValueError: nothing is there, or its format is not known.
+    """
+    unique_id = _UniqueIds()
+    for place, decode, raw in (row for source in sources for row in _open(source, report)):
+        try:
+            form, conversation = parse(decode(raw), place)
+        except BadRow as error:
+            report.skip(str(error), f"{place}: {_excerpt(raw)}")
+            continue
+        report.forms[form] += 1
+        report.num_kept += 1
+        yield replace(conversation, id=unique_id(conversation.id))
+
+
+class _UniqueIds:
+    """Gives every id as it is the first time, and with a number from then on."""
+
+    def __init__(self) -> None:
+        self.num_seen: Counter[str] = Counter()
+
+    def __call__(self, row_id: str) -> str:
+        candidate = row_id
+        while self.num_seen[candidate]:
+            self.num_seen[row_id] += 1
+            candidate = f"{row_id}#{self.num_seen[row_id]}"
+        self.num_seen[candidate] = 1
+        return candidate
+
+
+def _open(source: str | Path, report: Report) -> Iterator[Row]:
+    """Every row with its place and with what decodes it."""
+    path = Path(source)
+    if path.is_dir():
+        for file in sorted(file for file in path.rglob("*") if file.is_file()):
+            if file.suffix == ".txt":
+                yield file.name, _from_text, file.read_bytes()
+            elif file.suffix in SUFFIXES:
+                yield from _open(file, report)
+            else:
+                report.skip("a file of unknown format", file.name)
+    elif not path.exists():
+        yield from _table_rows(str(source), *_hub_dataset(str(source)))
+    elif path.suffix in TABLES:
+        yield from _table_rows(path.name, TABLES[path.suffix], data_files=str(path))
+    elif path.suffix == ".json" and (records := _whole_json(path)) is not None:
+        for number, record in enumerate(records, start=1):
+            yield f"{path.name}:{number}", lambda raw: raw, record
+    elif path.suffix in SUFFIXES:
+        decode = _from_text if path.suffix == ".txt" else _from_json
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line := line.removeprefix(b"\xef\xbb\xbf").strip():
+                    yield f"{path.name}:{number}", decode, line
+    else:
+        raise ValueError(f"{path} has a name of no known format: call it {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+
+
+def _whole_json(path: Path) -> list[object] | None:
+    """A JSON file's rows; None where it is not one JSON text, as where it has a row on each line."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, list) else [content]
+
+
+def _hub_dataset(source: str) -> tuple[str, str | None, str]:
+    """The id, configuration and split in `ID[:CONFIG][:SPLIT]`."""
+    name, *rest = source.split(":")
+    if not name or len(rest) > 2 or Path(name).suffix in SUFFIXES or name.count("/") > 1 or name.startswith(("/", ".")):
+        raise ValueError(f"cannot read {source}: there is no such file, and it is not the id of a dataset")
+    return name, rest[0] if len(rest) == 2 else None, rest[-1] if rest else "train"
+
+
+def _table_rows(place: str, name: str, config: str | None = None, split: str = "train", **options: Any) -> Iterator[Row]:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ValueError(f"reading {place} needs datasets: pip install 'selfspec[train]'") from error
+    try:
+        for number, record in enumerate(load_dataset(name, config, split=split, streaming=True, **options), start=1):
+            yield f"{place}:{number}", lambda raw: raw, record
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"cannot read {place}: {' '.join(str(error).split())}") from error
+
+
+def _from_json(line: bytes) -> object:
+    try:
+        return json.loads(line)
+    except UnicodeDecodeError:
+        raise BadRow("not UTF-8") from None
+    except (ValueError, RecursionError):
+        raise BadRow("not JSON") from None
+
+
+def _from_text(content: bytes) -> object:
+    try:
+        return {"text": content.decode().removeprefix("\ufeff").strip()}
+    except UnicodeDecodeError:
+        raise BadRow("not UTF-8") from None
+
+
+def _excerpt(raw: object) -> str:
+    text = raw[:400].decode(errors="replace") if isinstance(raw, bytes) else str(raw)[:400]
+    text = " ".join(text.split())
+    return text if len(text) <= 80 else text[:79] + "…"

@@ -1,0 +1,246 @@
+"""The commands, end to end, on the tiny target; and what a person sees when something is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from typer.testing import CliRunner
+
+from selfspec import failures
+from selfspec.cli.main import app
+
+PROMPTS = [
+    {"id": "raw", "prompt": "the cat sat on the mat and the cat sat on"},
+    {"id": "chat", "messages": [{"role": "user", "content": "one two three"}]},
+    {"id": "turns", "turns": ["the dog", "and the cat"], "category": "animals"},
+]
+RESULT_KEYS = ["id", "text", "token_ids", "finish_reason", "target_passes", "acceptance_length", "seconds"]
+
+
+@pytest.fixture
+def prompt_file(tmp_path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    return file
+
+
+@pytest.fixture
+def run(tiny_target_dir):
+    """Runs a command on the tiny target."""
+
+    def run(command: str, *args: object, code: int = 0, stdin: str | None = None):
+        target = ["--target", tiny_target_dir]
+        result = CliRunner().invoke(app, [command, *map(str, [*target, *args])], input=stdin)
+        assert result.exit_code == code, result.output
+        return result
+
+    return run
+
+
+def results(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_generate_writes_one_row_for_each_prompt(run, prompt_file, tmp_path):
+    plain, drafted = tmp_path / "plain.jsonl", tmp_path / "drafted.jsonl"
+    options = ["--prompt-file", prompt_file, "--max-new-tokens", 12]
+    run("generate", *options, "--output", plain, "--drafter", "none")
+    report = run("generate", *options, "--output", drafted, "--drafter", "ngram", "--no-cost-guard", "--batch-size", 2)
+    assert "3 prompts answered" in report.output
+    rows = results(drafted)
+    assert [row["id"] for row in rows] == ["raw", "chat", "turns"]
+    assert all(list(row) == RESULT_KEYS for row in rows)
+    assert all(row["finish_reason"] in ("stop", "length") and len(row["token_ids"]) <= 12 for row in rows)
+    assert [row["token_ids"] for row in rows] == [row["token_ids"] for row in results(plain)]
+    assert [row["text"] for row in rows] == [row["text"] for row in results(plain)]
+
+
+def test_generate_samples_and_logprobs(run, prompt_file, tmp_path):
+    output = tmp_path / "out.jsonl"
+    options = ["--temperature", 1, "--seed", 3, "--n", 2, "--logprobs", "--max-new-tokens", 6, "--ignore-eos"]
+    run("generate", "--prompt-file", prompt_file, "--output", output, *options)
+    rows = results(output)
+    assert [(row["id"], row["sample"]) for row in rows] == [(p["id"], i) for p in PROMPTS for i in range(2)]
+    assert all(len(row["logprobs"]) == len(row["token_ids"]) == 6 for row in rows)
+    assert rows[0]["token_ids"] != rows[1]["token_ids"]
+
+
+def test_generate_all_turns_feeds_each_answer_back(run, prompt_file, tmp_path, tiny_target_dir):
+    output = tmp_path / "out.jsonl"
+    options = ["--max-new-tokens", 6, "--dtype", "float32"]
+    run("generate", "--prompt-file", prompt_file, "--output", output, "--all-turns", *options)
+    rows = results(output)
+    assert [(row["id"], row["turn"]) for row in rows] == [("raw", 0), ("chat", 0), ("turns", 0), ("turns", 1)]
+    conversation = [
+        {"role": "user", "content": "the dog"},
+        {"role": "assistant", "content": rows[2]["text"]},
+        {"role": "user", "content": "and the cat"},
+    ]
+    second = tmp_path / "second.jsonl"
+    second.write_text(json.dumps({"messages": conversation}))
+    run("generate", "--prompt-file", second, "--output", tmp_path / "second-out.jsonl", *options)
+    assert results(tmp_path / "second-out.jsonl")[0]["token_ids"] == rows[3]["token_ids"]
+
+
+def test_generate_resumes(run, prompt_file, tmp_path):
+    output = tmp_path / "out.jsonl"
+    options = ["--prompt-file", prompt_file, "--output", output, "--max-new-tokens", 4]
+    run("generate", *options)
+    complete = output.read_text()
+    assert "holds results already" in run("generate", *options, code=1).stderr
+    first, second, _ = complete.splitlines(keepends=True)
+    output.write_text(first + second[:20])
+    assert "2 prompts answered" in run("generate", *options, "--resume").output
+    assert output.read_text().startswith(first)
+    rows = [json.loads(line) for line in complete.splitlines()]
+    assert [row["token_ids"] for row in results(output)] == [row["token_ids"] for row in rows]
+
+
+def test_compare_says_whether_the_outputs_agree(run, prompt_file):
+    options = ["--prompt-file", prompt_file, "--drafters", "ngram,none", "--max-new-tokens", 8, "--ignore-eos"]
+    output = run("compare", *options, "--no-cost-guard").output
+    assert output.count("identical") == 1
+    assert output.index("none") < output.index("ngram")
+    sampled = run("compare", *options, "--temperature", 1).output
+    assert sampled.count("identical") == 1
+
+
+def test_compare_with_transformers(run, prompt_file):
+    options = ["--prompt-file", prompt_file, "--baseline", "transformers", "--max-new-tokens", 8]
+    assert run("compare", *options).output.count("identical") == 2
+    assert "is greedy only" in run("compare", *options, "--temperature", 1, code=1).stderr
+    assert "is not known" in run("compare", "--baseline", "vllm", code=1).stderr
+
+
+def test_demo_shows_text_and_figures(run):
+    output = run("demo", "--max-new-tokens", 2).output
+    assert "business etiquette" in output
+    assert "identical" in output
+
+
+def test_chat_reads_a_pipe(run):
+    messages = "the cat\n\n/reset\nthe cat\n/quit\nnot read\n"
+    output = run("chat", "--max-new-tokens", 5, "--ignore-eos", stdin=messages).output
+    [first, second] = [line for line in output.splitlines() if "acceptance length" in line]
+    assert "[5 tokens" in first
+    answers = output.replace(first, "|").replace(second, "|").split("|")
+    assert answers[0].strip() == answers[1].strip(), "after /reset the conversation is the same"
+
+
+def test_chat_goes_on_after_a_message_that_is_too_long(run):
+    result = run("chat", "--max-new-tokens", 2, stdin="the cat " * 3000 + "\nthe cat\n")
+    assert "/reset starts anew" in result.stderr
+    assert result.stdout.count("acceptance length") == 1
+
+
+def test_doctor_names_versions_and_gaps(monkeypatch, tmp_path):
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0
+    assert torch.__version__ in result.output
+    assert "selfspec fetch" in " ".join(result.output.split())
+
+
+def test_fetch_prints_where_the_target_is(monkeypatch, tmp_path):
+    monkeypatch.setattr("selfspec.cli.main.fetch_default_target", lambda directory, **_: directory)
+    result = CliRunner().invoke(app, ["fetch", "--output", str(tmp_path)])
+    assert result.output.strip() == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (["--prompt-file", "absent.jsonl"], "cannot read absent.jsonl"),
+        (["--target", "absent/target"], "absent/target"),
+        (["--drafter", "oracle"], "oracle"),
+        (["--drafter", "truncated:99"], "99"),
+        (["--dtype", "float12"], "float12"),
+        (["--temperature", "-1"], "temperature"),
+        (["--max-new-tokens", "0"], "max_new_tokens"),
+        (["--n", "2", "--all-turns"], "--all-turns"),
+        (["--overwrite", "--resume"], "overwrite and resume exclude each other"),
+    ],
+)
+def test_mistakes_take_one_line(run, prompt_file, tmp_path, args, problem):
+    options = ["--prompt-file", prompt_file, "--output", tmp_path / "out.jsonl", *args]
+    result = run("generate", *options, code=1)
+    assert problem in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("selfspec: ")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_wrong_usage_has_its_own_code(run, prompt_file, tmp_path):
+    run("generate", "--prompt-file", prompt_file, code=2)
+    run("generate", "--prompt-file", prompt_file, "--output", tmp_path / "o", "--top-k", "many", code=2)
+
+
+def test_output_must_not_be_the_prompt_file(run, prompt_file):
+    before = prompt_file.read_text()
+    stderr = run("generate", "--prompt-file", prompt_file, "--output", prompt_file, "--overwrite", code=1).stderr
+    assert "is the prompt file" in stderr
+    assert prompt_file.read_text() == before
+
+
+def test_prompt_longer_than_the_context_is_named(run, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"id": "endless", "prompt": "xyz" * 2000}))
+    stderr = run("generate", "--prompt-file", prompts, "--output", tmp_path / "out.jsonl", code=1).stderr
+    assert "id 'endless'" in stderr
+    assert "4096" in stderr
+
+
+def test_damaged_weights_are_one_line(run, prompt_file, tmp_path, tiny_target_dir):
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for file in tiny_target_dir.iterdir():
+        (damaged / file.name).write_bytes(file.read_bytes()[: 100 if file.suffix == ".safetensors" else None])
+    options = ["--prompt-file", prompt_file, "--output", tmp_path / "out.jsonl"]
+    stderr = run("generate", *options, "--target", damaged, code=1).stderr
+    assert len(stderr.splitlines()) == 1
+    assert "damaged" in stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "out of memory: try a smaller --batch-size"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "out of memory"),
+        (MemoryError(), "out of memory"),
+        (SafetensorError("header too large"), "a weights file is damaged (header too large)"),
+        (ValueError("two\n  lines"), "two lines"),
+        (FileNotFoundError(2, "No such file or directory", "x.json"), "No such file or directory: x.json"),
+    ],
+)
+def test_errors_from_outside_get_a_sentence(capsys, error, sentence):
+    with pytest.raises(SystemExit) as caught, failures.reported_failures():
+        raise error
+    assert caught.value.code == 1
+    assert sentence in capsys.readouterr().err
+    with pytest.raises(type(error)), failures.reported_failures(debug=True):
+        raise error
+
+
+def test_our_own_bugs_keep_their_traceback():
+    with pytest.raises(AssertionError), failures.reported_failures():
+        raise AssertionError("a shape")
+
+
+def test_interrupt_has_its_own_code(capsys):
+    with pytest.raises(SystemExit) as caught, failures.reported_failures():
+        raise KeyboardInterrupt
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_nothing_but_results_in_a_pipe(prompt_file, tmp_path, tiny_target_dir):
+    command = [sys.executable, "-m", "selfspec", "generate", "--target", str(tiny_target_dir), "--max-new-tokens", "4"]
+    command += ["--prompt-file", str(prompt_file), "--output", str(tmp_path / "out.jsonl")]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=True)
+    assert result.stderr == ""
+    assert result.stdout.count("\n") == 1

@@ -1,0 +1,92 @@
+"""The real default target on real prompts: every drafter's greedy output is transformers' own, token for token, in float32.
+
+Needs the target that `selfspec fetch` makes; skipped, with the reason, where it is missing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from selfspec import SamplingParams, Target, generate, load_drafter
+from selfspec.bench.tasks import read_benchmark
+from selfspec.model.default_target import default_target
+from selfspec.model.layers import decoder_layers, with_layers
+
+NUM_TOKENS = 64
+PROMPTS_PER_TASK = 4
+
+
+@pytest.fixture(scope="module")
+def source() -> Path:
+    try:
+        return default_target()
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def target(source: Path) -> Target:
+    return Target.from_pretrained(source, dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def prompts(target: Target) -> list[list[int]]:
+    """The shortest of each Spec-Bench task: prefill is not what is tested."""
+    tasks: dict[str, list[list[int]]] = {}
+    for row in read_benchmark("spec_bench"):
+        assert row.category is not None
+        tasks.setdefault(row.category, []).append(target.encode(row.prompt))
+    assert len(tasks) == 6
+    return [ids for task in tasks.values() for ids in sorted(task, key=len)[:PROMPTS_PER_TASK]]
+
+
+@pytest.fixture(scope="module")
+def expected(source: Path, prompts: list[list[int]]) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    outputs = []
+    for ids in prompts:
+        batch = torch.tensor([ids])
+        with torch.inference_mode():
+            out = model.generate(batch, attention_mask=torch.ones_like(batch), max_new_tokens=NUM_TOKENS, do_sample=False)
+        outputs.append(out[0, len(ids) :].tolist())
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def draft_dir(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft model with weights of its own on disk: the target's first four layers, saved as a model."""
+    target = Target.from_pretrained(source, dtype="float32", device="cpu")
+    directory = tmp_path_factory.mktemp("draft")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with_layers(model, list(decoder_layers(model)[1])[:4], range(4)).save_pretrained(directory)
+    target.tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("batch_size", [1, 7])
+@pytest.mark.parametrize("spec", ["none", "ngram", "truncated:6", "draft_model", "medusa", "eagle"])
+def test_greedy_equals_transformers_generate(
+    spec: str,
+    batch_size: int,
+    target: Target,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    draft_dir: Path,
+) -> None:
+    drafter = load_drafter(f"draft_model:{draft_dir}" if spec == "draft_model" else spec, target)
+    got = generate(
+        target,
+        prompts,
+        drafter=drafter,
+        sampling=SamplingParams(max_new_tokens=NUM_TOKENS),
+        batch_size=batch_size,
+    )
+    assert len(prompts) >= 24
+    assert [c.token_ids for c in got] == expected
+    # What drafts save of one prompt's passes, at the least; in a batch the cost guard may draft less, or nothing.
+    most_passes = {"ngram": 0.85, "medusa": 0.7, "eagle": 0.5}.get(spec, 1.0) if batch_size == 1 else 1.0
+    assert sum(c.num_target_passes for c in got) <= most_passes * sum(len(c.token_ids) for c in got)
