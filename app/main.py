@@ -1,11 +1,10 @@
 """The page's frame: its tabs, over a target or over a server, and how it is served.
 
-`selfspec app` and `python app/main.py` open it.
+`selfspec app` opens it; so does `python app` from a checkout.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import gradio as gr
@@ -78,9 +77,3 @@ def serve(source: Target | Server, *, host: str = "127.0.0.1", port: int | None 
         css_paths=[STYLE],
     )
     return page
-
-
-if __name__ == "__main__":
-    from selfspec.cli.main import app
-
-    app(["app", *sys.argv[1:]], prog_name="app/main.py")

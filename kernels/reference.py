@@ -16,14 +16,10 @@ import torch
 import torch.nn.functional as F
 
 from selfspec.kernels.noise import Stream, gumbel
+from selfspec.kernels.slots import slots_of
 
 if TYPE_CHECKING:
     from selfspec.kernels.rms_norm import Norm
-
-
-def slots_of(block_tables: torch.Tensor, index: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Slots of storage indices `index [B, S]` in the rows of `block_tables [B, M]`: int64 [B, S]."""
-    return block_tables.gather(1, index // block_size) * block_size + index % block_size
 
 
 def tree_attention_reference(
@@ -231,26 +227,12 @@ def grow_layer_reference(
     """
     best = logits.float().log_softmax(-1).topk(num_children, dim=-1)
     tokens = best.indices if token_ids is None else token_ids[best.indices]
-    return add_children(tokens, best.values, beam, beam_scores, width=width, first_node=first_node, depth=depth)
-
-
-def add_children(
-    tokens: torch.Tensor,
-    log_probs: torch.Tensor,
-    beam: torch.Tensor,
-    beam_scores: torch.Tensor,
-    *,
-    width: int,
-    first_node: int,
-    depth: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`grow_layer_reference` with the children given: tokens, log_probs [B, W, k]."""
-    k = tokens.shape[2]
     tokens = tokens.flatten(1)  # [B, W * k]
-    scores = (beam_scores[:, :, None] + log_probs.float()).flatten(1)
-    parents = beam.repeat_interleave(k, dim=1)
+    scores = (beam_scores[:, :, None] + best.values).flatten(1)
+    parents = beam.repeat_interleave(num_children, dim=1)
     chosen = scores.topk(min(width, tokens.shape[1]), dim=1)
-    next_beam = torch.stack([first_node + chosen.indices, tokens.gather(1, chosen.indices), chosen.indices // k])
+    parent_places = chosen.indices // num_children
+    next_beam = torch.stack([first_node + chosen.indices, tokens.gather(1, chosen.indices), parent_places])
     return torch.stack([tokens, parents, torch.full_like(tokens, depth)]), scores, next_beam, chosen.values
 
 

@@ -39,7 +39,8 @@ import torch.nn.functional as F
 
 from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
 from selfspec.kernels.linear import MAX_ROWS
-from selfspec.kernels.reference import path_attention_reference, slots_of, tree_attention_reference
+from selfspec.kernels.reference import path_attention_reference, tree_attention_reference
+from selfspec.kernels.slots import slots_of
 
 # Keys a split. Like the tile of a decoding pass it may not depend on a pass's sizes, for the sake of equal bits.
 SPLIT = 128

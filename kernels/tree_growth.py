@@ -151,6 +151,31 @@ def _grow_layer_kernel(
         flat_scores = tl.where(offs == at, -float("inf"), flat_scores)
 
 
+def add_children(
+    tokens: torch.Tensor,
+    log_probs: torch.Tensor,
+    beam: torch.Tensor,
+    beam_scores: torch.Tensor,
+    *,
+    width: int,
+    first_node: int,
+    depth: int,
+) -> Layer:
+    """`grow_layer` where the children are chosen already.
+
+    Args:
+        tokens, log_probs: [B, W, k] the children of every node of the beam.
+        beam, beam_scores: [B, W].
+    """
+    k = tokens.shape[2]
+    tokens = tokens.flatten(1)  # [B, W * k]
+    scores = (beam_scores[:, :, None] + log_probs.float()).flatten(1)
+    parents = beam.repeat_interleave(k, dim=1)
+    chosen = scores.topk(min(width, tokens.shape[1]), dim=1)
+    next_beam = torch.stack([first_node + chosen.indices, tokens.gather(1, chosen.indices), chosen.indices // k])
+    return Layer(torch.stack([tokens, parents, torch.full_like(tokens, depth)]), scores, next_beam, chosen.values)
+
+
 def grow_layer(
     logits: torch.Tensor, beam: torch.Tensor, beam_scores: torch.Tensor, *, num_children: int, **others: Any
 ) -> Layer:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from selfspec.kernels.reference import add_children
-from selfspec.kernels.tree_growth import Layer, grow_layer
+from selfspec.kernels.tree_growth import Layer, add_children, grow_layer
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,7 @@ class TreeGrower:
             The next beam's tokens [B, W'] and the position [B, W'] of each one's parent in the present beam.
         """
         settings = {"width": self.width, "first_node": self._num_nodes, "depth": len(self._depths)}
-        return self._append(Layer(*add_children(tokens, log_probs, self._beam, self.beam_scores, **settings)))
+        return self._append(add_children(tokens, log_probs, self._beam, self.beam_scores, **settings))
 
     def grow(self, logits: torch.Tensor, token_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """`expand` by the `width` likeliest children of each node, from logits [B, W, V].

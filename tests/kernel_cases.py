@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from selfspec.kernels.reference import kv_compaction_reference, slots_of, tree_attention_reference
+from selfspec.kernels.reference import kv_compaction_reference, tree_attention_reference
+from selfspec.kernels.slots import slots_of
 from selfspec.kernels.tree_attention import TreeLayout, launch_tree_attention, tree_attention
 from selfspec.tree import chain, from_parents
 

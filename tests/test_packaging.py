@@ -12,14 +12,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE_FOLDERS = ("selfspec", "heads", "kernels", "app")
-# Layer -> what it may import of ours.
-ALLOWED_IMPORTS = {
-    "kernels": {"selfspec.kernels"},
-    "heads": {"selfspec.kernels", "selfspec.heads"},
-}
 
 
 def imported_modules(file: Path) -> set[str]:
+    """Dotted names that a file imports anywhere, within functions and for type checkers too."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -38,14 +34,6 @@ def test_links_are_relative(name):
     link = ROOT / "selfspec" / name
     assert link.is_symlink()
     assert link.readlink() == Path("..", name)
-
-
-def test_heads_and_kernels_import_no_engine_code():
-    for layer, allowed in ALLOWED_IMPORTS.items():
-        for file in (ROOT / layer).rglob("*.py"):
-            ours = {name for name in imported_modules(file) if name.startswith("selfspec.")}
-            strays = {name for name in ours if not any(f"{name}.".startswith(f"{prefix}.") for prefix in allowed)}
-            assert not strays, f"{file.relative_to(ROOT)} imports {sorted(strays)}"
 
 
 def test_nothing_is_imported_by_a_bare_folder_name():

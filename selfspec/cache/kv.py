@@ -24,9 +24,8 @@ from itertools import islice, pairwise
 import torch
 
 from selfspec.kernels.kv_compaction import kv_compaction
-from selfspec.kernels.reference import slots_of
+from selfspec.kernels.slots import slots_of
 from selfspec.kernels.tree_attention import TreeLayout
-from selfspec.loop.accept import Acceptance
 from selfspec.tree import CandidateTree
 
 
@@ -362,8 +361,12 @@ class KVCache:
         target = self._slots(tables, lengths[:, None] + torch.arange(origins.shape[1], device=self.device))
         kv_compaction(self.keys[:num_layers], self.values[:num_layers], source, target)
 
-    def compact(self, places: Places, tree: CandidateTree, acceptance: Acceptance) -> None:
+    def compact(self, places: Places, tree: CandidateTree, path: torch.Tensor, num_accepted: torch.Tensor) -> None:
         """Move the accepted path's KV to the prefix's end. `advance` then counts it in.
+
+        Args:
+            path: [B, K + 1] accepted nodes, the root first, -1 past the end.
+            num_accepted: [B] accepted nodes without the root.
 
         A row that repeats the one before it, as a filled-up batch has them, moves nothing: two programs at once on one
         path would read what the other has written.
@@ -371,12 +374,11 @@ class KVCache:
         if tree.is_chain:
             # A chain's path lies in its storage order already.
             return
-        path = acceptance.path
         lengths, tables = places.lengths, places.block_tables
         steps = torch.arange(path.shape[1], device=self.device).expand_as(path)
         # Past the path's end a slot is moved onto itself: shapes stay fixed and nothing changes.
-        target = self._slots(tables, lengths[:, None] + steps.minimum(acceptance.num_accepted[:, None]))
-        source_nodes = torch.where(path >= 0, path, path.gather(1, acceptance.num_accepted[:, None]))
+        target = self._slots(tables, lengths[:, None] + steps.minimum(num_accepted[:, None]))
+        source_nodes = torch.where(path >= 0, path, path.gather(1, num_accepted[:, None]))
         source = self._slots(tables, lengths[:, None] + source_nodes)
         # No two rows have a scratch slot in common. The root's stays where it is.
         is_repeated = torch.cat([target.new_zeros(1, dtype=torch.bool), target[1:, 0] == target[:-1, 0]])[:, None]

@@ -15,9 +15,9 @@ from torch import nn
 from selfspec.cache.kv import KVCache, Places
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.kernels.linear import linear, linear_before_norm, normed_gated_linear, normed_linear
-from selfspec.kernels.reference import slots_of
 from selfspec.kernels.rms_norm import rms_norm
 from selfspec.kernels.rotary import rotary_store
+from selfspec.kernels.slots import slots_of
 from selfspec.kernels.tree_attention import TreeLayout, tree_attention
 from selfspec.model.fuse import FusedLinear, FusedRMSNorm, MergedLinear, norm_of
 

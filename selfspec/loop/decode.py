@@ -296,7 +296,7 @@ class Scheduler:
             verification = drafter.verify(self.target, batch, tree)
             times.append(time.perf_counter())
             acceptance = accept(tree, verification.logits, batch.sampler)
-            self.cache.compact(self.cache.locate(batch.rows), tree, acceptance)
+            self.cache.compact(self.cache.locate(batch.rows), tree, acceptance.path, acceptance.num_accepted)
             logits, features = verification.logits, _along(acceptance, verification.features)
             report = report_of(tree, acceptance, planner.measure(tree) if planner.is_active else None)
         else:
@@ -347,7 +347,7 @@ class Scheduler:
             verification = self.target.verify_at(padded, places, cache, features=names)
             acceptance = accept_all_nodes(padded, verification.logits, Laws(*extra) if extra else None)
             report = report_of(padded, acceptance, planner.measure(padded) if planner.is_active else None)
-            cache.compact(places, padded, acceptance)
+            cache.compact(places, padded, acceptance.path, acceptance.num_accepted)
             outcome = torch.cat(
                 [acceptance.num_accepted[:, None], acceptance.is_valid[:, None], acceptance.path, acceptance.tokens], dim=1
             )

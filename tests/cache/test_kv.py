@@ -15,7 +15,7 @@ from selfspec.api import generate
 from selfspec.cache import kv as cache_file
 from selfspec.cache.kv import CacheRow, KVCache, KVShape
 from selfspec.config import SamplingParams
-from selfspec.kernels.reference import slots_of
+from selfspec.kernels.slots import slots_of
 from selfspec.loop.accept import Acceptance
 from selfspec.loop.decode import decode
 from selfspec.loop.drafter import Drafter
@@ -222,7 +222,7 @@ def test_next_logits_after_any_acceptance_equal_a_fresh_forward(target: Target, 
             text = texts[b][:-1] + [int(tree.tokens[b, i]) for i in path]
             torch.testing.assert_close(logits[b, last_nodes[b]], plain_logits(target, text), **TOLERANCE)
         acceptance = acceptance_of(tree, last_nodes, random_tokens(B).tolist())
-        cache.compact(cache.locate(rows), tree, acceptance)
+        cache.compact(cache.locate(rows), tree, acceptance.path, acceptance.num_accepted)
         for b, row in enumerate(rows):
             cache.advance(row, int(acceptance.num_accepted[b]) + 1)
             texts[b] += [token for token in acceptance.tokens[b].tolist() if token >= 0]
@@ -260,7 +260,7 @@ def test_repeated_rows_are_compacted_once(target: Target, monkeypatch: pytest.Mo
     at = slots_of(tables, lengths + nodes, cache.block_size)
     cache.keys[:, at.flatten()] = torch.arange(10.0).view(1, 10, 1, 1).expand_as(cache.keys[:, :10])
     acceptance = acceptance_of(tree, [4] * 4, [9] * 4)
-    cache.compact(cache.locate([rows[0], rows[1], rows[1], rows[1]]), tree, acceptance)
+    cache.compact(cache.locate([rows[0], rows[1], rows[1], rows[1]]), tree, acceptance.path, acceptance.num_accepted)
     moved = cache.keys[0, at[:, :4].flatten(), 0, 0].view(2, 4).tolist()
     assert moved == [[0.0, 2.0, 3.0, 4.0], [5.0, 7.0, 8.0, 9.0]]
 
