@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from selfspec.model.graphs import (
 )
 from selfspec.model.layers import Resume, decoder_layers, with_layers
 from selfspec.model.load import check_family, load_model
+from selfspec.model.output import LogitShape
 from selfspec.tree import CandidateTree, chain, from_parents
 
 logger = logging.getLogger(__name__)
@@ -159,6 +161,19 @@ class Target:
     @property
     def num_layers(self) -> int:
         return self.kv_shape.num_layers
+
+    @cached_property
+    def logit_shape(self) -> LogitShape:
+        """What the model does to its LM head's products (see `LogitShape`).
+
+        Raises:
+            ValueError: something that no head can imitate.
+        """
+        return LogitShape.of(self.model)
+
+    def logits_of(self, final: torch.Tensor) -> torch.Tensor:
+        """The model's own logits [..., V] from the hidden states [..., E] after its final norm."""
+        return self.logit_shape(self.model.get_output_embeddings()(final))
 
     def new_cache(self, *, block_size: int = 16, max_tokens: int | None = None) -> KVCache:
         """An empty KV cache of this target's shape."""
