@@ -232,7 +232,7 @@ async def lines(
     wants_running_usage: bool,
     use_logprobs: bool,
 ) -> AsyncIterator[bytes]:
-    """A stream's server-sent events. An error after its beginning is an event of its own, and the last."""
+    """A stream's server-sent events. An error in the middle is an event of its own, the last one."""
     completions = []
     # With usage asked for, every chunk but the last says that it has none.
     more: JSON = {"usage": None} if wants_usage else {}
@@ -259,8 +259,6 @@ async def lines(
         yield b"data: [DONE]\n\n"
     except Exception as error:
         yield _line(api_error(error).body())
-    finally:
-        events.close()
 
 
 def _line(content: JSON) -> bytes:
@@ -268,19 +266,25 @@ def _line(content: JSON) -> bytes:
 
 
 class EventStream(Response):
-    """Sends lines as they come, and stops as soon as the client has gone, even while there is nothing to send."""
+    """Sends lines as they come. When the client goes, it stops at once, even while there is nothing to send.
+
+    It closes the events itself, because a client may go before the first line is asked for, and a generator that never
+    started runs no `finally`.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, lines: AsyncIterator[bytes]) -> None:
+    def __init__(self, lines: AsyncIterator[bytes], events: Events) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._lines = lines
+        self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await while_connected(receive, self._send(send))
         finally:
+            self._events.close()
             await self._lines.aclose()  # type: ignore[attr-defined]
 
     async def _send(self, send: Send) -> None:

@@ -123,7 +123,8 @@ async def _respond(
                 wants_usage=body.wants_usage,
                 wants_running_usage=body.wants_running_usage,
                 use_logprobs=use_logprobs,
-            )
+            ),
+            events,
         )
     try:
         completions = await while_connected(http.receive, collect(events, on_completion))

@@ -20,6 +20,7 @@ from selfspec.api import Completion
 from selfspec.drafters import NgramDrafter
 from selfspec.drafters.shipped import identity
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
+from selfspec.serve.app import create_app
 from selfspec.traffic.capture import Capture
 from selfspec.traffic.conversations import Report
 from selfspec.traffic.sources import read_conversations
@@ -330,6 +331,30 @@ def test_a_stream_that_is_left_frees_its_blocks(server: Server) -> None:
             pass
         assert server.engine.num_used_blocks > 0
     server.wait_until_idle()
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_goes_before_the_first_byte_leaves_nothing_behind(start: Start, is_stream: bool) -> None:
+    """At the level of ASGI: the client is gone as soon as its request is read, and `send` has to wait."""
+    server = start()
+    content = json.dumps({**ENDLESS, "stream": is_stream}).encode()
+    messages = [{"type": "http.request", "body": content, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        await asyncio.sleep(0)
+        if message.get("status") == 200:
+            await asyncio.Event().wait()
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": CHAT_PATH, "query_string": b"", "headers": headers}
+    asyncio.run(create_app(server.service)(scope, receive, send))
+    engine = server.engine
+    # Tasks of the engine run in the order in which they came: this one after the cancellation, if there was one.
+    assert engine.call(lambda: (engine.num_running, engine.num_waiting)) == (0, 0)
+    assert server.metrics()["selfspec:request_failure_total"] == 1
 
 
 def test_a_client_that_gives_up_waiting_frees_its_blocks(server: Server) -> None:
