@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
+from typing import Concatenate, ParamSpec
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
@@ -10,7 +13,9 @@ from selfspec.api import Completion
 from selfspec.engine import Listener
 from selfspec.loop.decode import Step
 
-# When each series began tells nothing here, and doubles their number.
+logger = logging.getLogger(__name__)
+
+# The time at which a series began is of no use here, and would double the number of series.
 disable_created_metrics()
 
 # Seconds: from a token on a fast GPU to a long answer on a slow CPU.
@@ -18,9 +23,27 @@ TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25
 REQUEST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 WINDOW_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 
+P = ParamSpec("P")
+
+
+def _never_raises(count: Callable[Concatenate[Metrics, P], None]) -> Callable[Concatenate[Metrics, P], None]:
+    """A method that logs its own failure and returns: a metric that is wrong must not cost anyone an answer."""
+
+    @functools.wraps(count)
+    def guarded(self: Metrics, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            count(self, *args, **kwargs)
+        except Exception:
+            # Once for each method: what fails in one step is likely to fail in all.
+            if count.__name__ not in self.failed_methods:
+                self.failed_methods.add(count.__name__)
+                logger.exception("metrics: %s failed; some figures are missing from now on", count.__name__)
+
+    return guarded
+
 
 class Metrics(Listener):
-    """Counts what an engine does, and writes it down when asked.
+    """Counts what an engine does, and writes the figures down when asked. A listener's methods never raise.
 
     Args:
         model_name: the label that tells several servers apart.
@@ -29,6 +52,7 @@ class Metrics(Listener):
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
+        self.failed_methods: set[str] = set()
 
         def counter(name: str, help_text: str, *labels: str) -> Counter:
             return Counter(f"selfspec:{name}", help_text, ["model_name", *labels], registry=self.registry)
@@ -46,7 +70,7 @@ class Metrics(Listener):
         self._passes = counter("verify_passes", "target passes", "drafter")
         self._plain_passes = counter("verify_passes_without_drafts", "target passes that verified no draft", "drafter")
         self._rows = counter("verify_rows", "sequences that took part in target passes, added up", "drafter")
-        self._window = histogram("spec_decode_window", "nodes of a pass's tree behind its root", WINDOW_BUCKETS)
+        self._window = histogram("spec_decode_window", "draft nodes of a pass's tree", WINDOW_BUCKETS)
         self._prompt_tokens = counter("prompt_tokens", "prompt tokens of answered requests").labels(model_name)
         self._reused_tokens = counter("prefix_cache_hits", "of these, tokens that were in the cache").labels(model_name)
         self._tokens = counter("generation_tokens", "emitted tokens").labels(model_name)
@@ -70,6 +94,7 @@ class Metrics(Listener):
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
+    @_never_raises
     def stepped(self, step: Step) -> None:
         labels = (self._model_name, step.drafter.name)
         drafted = [emission.num_drafted for emission in step.emissions]
@@ -87,6 +112,7 @@ class Metrics(Listener):
             num_accepted = sum(emission.num_accepted > depth for emission in step.emissions)
             self._accepted_per_pos.labels(*labels, str(depth)).inc(num_accepted)
 
+    @_never_raises
     def emitted(self, num_tokens: int, seconds: float, *, is_first: bool) -> None:
         self._tokens.inc(num_tokens)
         if is_first:
@@ -96,6 +122,7 @@ class Metrics(Listener):
             for _ in range(num_tokens):
                 self._between.observe(seconds / num_tokens)
 
+    @_never_raises
     def finished(self, completion: Completion, seconds: float) -> None:
         self._prompt_tokens.inc(completion.num_prompt_tokens)
         self._reused_tokens.inc(completion.num_reused_tokens)
@@ -105,8 +132,10 @@ class Metrics(Listener):
         self._prefill.observe(completion.prefill_seconds)
         self._decode.observe(completion.seconds - completion.prefill_seconds)
 
+    @_never_raises
     def failed(self, *, is_cancelled: bool) -> None:
         self._failures.labels(self._model_name, "cancelled" if is_cancelled else "error").inc()
 
+    @_never_raises
     def preempted(self) -> None:
         self._preemptions.inc()
