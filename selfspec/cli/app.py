@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from selfspec.cli.hosts import warn_if_open
 from selfspec.cli.options import TargetOptions, command, quiet_libraries
 
 
@@ -36,6 +37,7 @@ def register(cli: typer.Typer) -> None:
         from selfspec.cli import display
 
         quiet_libraries()
+        warn_if_open(host, "the page has no password, so put it behind a proxy that asks for one, or leave out --host")
         if server is not None:
             if target.target is not None:
                 raise ValueError("--target and --server exclude each other: a server has its own target")

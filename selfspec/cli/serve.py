@@ -4,13 +4,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from selfspec.cli.hosts import warn_if_open
 from selfspec.cli.options import DraftOptions, TargetOptions, command, quiet_libraries
 from selfspec.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from selfspec.traffic.capture import Capture
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def register(cli: typer.Typer) -> None:
@@ -45,8 +44,8 @@ def register(cli: typer.Typer) -> None:
         quiet_libraries()
         capture = open_capture(options)
         service = Service(target.source, options)
-        if host not in LOOPBACK and not service.api_keys:
-            typer.echo("selfspec: anyone who reaches this address can use the model: think of --api-key", err=True)
+        if not service.api_keys:
+            warn_if_open(host, "think of --api-key")
         listener = listen(host, port)
         url = f"http://{host}:{listener.getsockname()[1]}/v1"
 

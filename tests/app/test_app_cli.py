@@ -43,6 +43,16 @@ def test_options_reach_the_server(cli, served, tiny_target_dir):
     assert "http://here/" in result.output
 
 
+@pytest.mark.parametrize(
+    ("host", "is_open"), [("0.0.0.0", True), ("192.0.2.7", True), ("::", True), ("127.0.0.1", False), ("localhost", False)]
+)
+def test_an_open_door_is_pointed_out(cli, served, host, is_open):
+    result = CliRunner().invoke(cli, ["app", "--server", "http://127.0.0.1:8000", "--host", host])
+    assert result.exit_code == 0, result.output
+    warning = f"selfspec: anyone who can reach {host} can use the model: the page has no password"
+    assert (warning in result.stderr) == is_open and len(result.stderr.splitlines()) == is_open
+
+
 def test_a_server_takes_the_place_of_a_target(cli, served):
     result = CliRunner().invoke(cli, ["app", "--server", "http://127.0.0.1:8000", "--api-key", "secret"])
     assert result.exit_code == 0, result.output

@@ -121,7 +121,8 @@ def test_an_open_door_is_pointed_out(serve: Callable[..., subprocess.Popen[str]]
     address(process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=30)
-    assert "think of --api-key" in err and process.returncode == 0
+    assert process.returncode == 0
+    assert err == "selfspec: anyone who can reach 0.0.0.0 can use the model: think of --api-key\n"
 
 
 def test_the_command_needs_nothing_heavy_to_be_listed() -> None:
