@@ -19,6 +19,8 @@ from huggingface_hub import HfApi, snapshot_download
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from selfspec.failures import first_line
+
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 
@@ -216,9 +218,8 @@ class DraftHead(nn.Module):
             url = api.create_repo(repo_id, private=private, exist_ok=True)
             api.upload_folder(repo_id=url.repo_id, folder_path=str(directory))
         except Exception as error:
-            first = str(error).strip().splitlines()
             raise ValueError(
-                f"{repo_id} could not be uploaded to the Hugging Face Hub ({first[0] if first else type(error).__name__}): "
+                f"{repo_id} could not be uploaded to the Hugging Face Hub ({first_line(error)}): "
                 f"check your token, its write access and your network; the head is in {directory}"
             ) from error
         return str(url)
@@ -252,10 +253,9 @@ def find_head(
     try:
         return Path(snapshot_download(str(source), revision=revision, allow_patterns=list(patterns)))
     except Exception as error:
-        first = str(error).strip().splitlines()
         raise ValueError(
             f"{source}: no such folder, and no head to be had from the Hugging Face Hub "
-            f"({first[0] if first else type(error).__name__}): check the spelling and your network"
+            f"({first_line(error)}): check the spelling and your network"
         ) from error
 
 

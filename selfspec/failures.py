@@ -4,7 +4,6 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-import typer
 from safetensors import SafetensorError
 
 OUT_OF_MEMORY = "out of memory: try a smaller --batch-size, a --dtype of fewer bytes, shorter prompts or another --device"
@@ -12,10 +11,13 @@ OUT_OF_MEMORY = "out of memory: try a smaller --batch-size, a --dtype of fewer b
 
 @contextlib.contextmanager
 def reported_failures(debug: bool = False) -> Iterator[None]:
-    """Ends the program with exit code 1, or 130 when interrupted, on an error that the user can do something about.
+    """End the program with exit code 1 after an error that the user can do something about, or 130 after Ctrl-C.
 
     Our own bugs keep their traceback; with `debug` every error does.
     """
+    # The library reads this file too, and needs no terminal.
+    import typer
+
     try:
         yield
     except KeyboardInterrupt:
@@ -32,7 +34,7 @@ def reported_failures(debug: bool = False) -> Iterator[None]:
 
 
 def describe(error: Exception) -> str | None:
-    """One line for an error with a cause outside the program; None for any other."""
+    """One line for an error whose cause lies outside the program; None for our own bugs."""
     if _is_out_of_memory(error):
         return OUT_OF_MEMORY
     if isinstance(error, SafetensorError):
@@ -42,6 +44,15 @@ def describe(error: Exception) -> str | None:
     if isinstance(error, ValueError | TypeError | OSError | FloatingPointError):
         return " ".join(str(error).split())
     return None
+
+
+def first_line(error: object) -> str:
+    """The first line of what a library says about an error; the error's type if it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # torch puts a heading above its list of errors, which says only that there are some.
+    if len(lines) > 1 and lines[0].startswith("Error(s) in loading state_dict"):
+        del lines[0]
+    return lines[0].rstrip(" .:") if lines else type(error).__name__
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from selfspec.failures import first_line
+
 logger = logging.getLogger(__name__)
 
 
@@ -34,7 +36,7 @@ def merge_adapter(model: PreTrainedModel, source: str | Path, *, target: str | P
         config = PeftConfig.from_pretrained(str(source))
         weights = load_peft_weights(str(source), device="cpu")
     except Exception as error:
-        raise ValueError(f"adapter {source} cannot be read: {_one_line(error)}") from error
+        raise ValueError(f"adapter {source} cannot be read: {first_line(error)}") from error
     if not isinstance(config, LoraConfig):
         raise ValueError(f"adapter {source} is of PEFT's kind {config.peft_type}: only LoRA can be merged")
     base = config.base_model_name_or_path or "a model that it does not name"
@@ -50,17 +52,9 @@ def merge_adapter(model: PreTrainedModel, source: str | Path, *, target: str | P
             merged: Any = adapted.merge_and_unload()
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"adapter {source} was made for {base}, and does not fit {target} ({_one_line(error)}): "
+            f"adapter {source} was made for {base}, and does not fit {target} ({first_line(error)}): "
             "name the target it was made for"
         ) from error
     if Path(base).name.lower() != Path(target).name.lower():
         logger.warning("adapter %s was made for %s; its weights fit %s, and are used", source, base, target)
     return merged
-
-
-def _one_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # The first line of torch's message says only that there are errors.
-    return (
-        (lines[1] if len(lines) > 1 and lines[0].endswith(":") else lines[0]).rstrip(".") if lines else type(error).__name__
-    )

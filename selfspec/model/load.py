@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from selfspec.failures import first_line
 from selfspec.model.adapter import merge_adapter
 from selfspec.model.fuse import can_fuse, fuse
 from selfspec.model.packed_linear import can_pack, pack_linear_layers
@@ -94,7 +95,7 @@ def load_model(
     except SafetensorError as error:
         raise ValueError(f"{source}: a weight file is damaged ({error}): download or copy the model again") from error
     except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
-        raise ValueError(f"{source}: cannot load the model: {_first_line(error)}") from error
+        raise ValueError(f"{source}: cannot load the model: {first_line(error)}") from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(
@@ -145,16 +146,11 @@ def load_config(source: str | Path, revision: str | None) -> PretrainedConfig:
         return AutoConfig.from_pretrained(source, revision=revision)
     except (OSError, ValueError, KeyError, HFValidationError) as error:
         if is_local:
-            raise ValueError(f"{source}: not a Hugging Face model folder: {_first_line(error)}") from error
+            raise ValueError(f"{source}: not a Hugging Face model folder: {first_line(error)}") from error
         raise ValueError(
-            f"{source}: no such folder, and not to be had from the Hugging Face Hub ({_first_line(error)}): "
+            f"{source}: no such folder, and not to be had from the Hugging Face Hub ({first_line(error)}): "
             "check the spelling, your network and your access token"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def _quantize(model: PreTrainedModel, dtype: str) -> None:

@@ -14,6 +14,7 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
+from selfspec.failures import first_line
 from selfspec.loop.sampling import Grammar
 from selfspec.model.target import Target
 from selfspec.serve.protocol import ResponseFormat
@@ -60,8 +61,8 @@ def _source(wanted: ResponseFormat) -> str:
 
 
 def _sentence(problem: str) -> str:
-    """The first line, without the places in a grammar that the client never wrote."""
-    first = problem.strip().splitlines()[0].rstrip(": ")
+    """The first line, without the position, which is in a grammar that the client never wrote."""
+    first = first_line(problem)
     return first.partition("): ")[2] if first.startswith("at ") else first
 
 

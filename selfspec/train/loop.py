@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
+from selfspec.failures import first_line
 from selfspec.train.checkpoints import PARTIAL, last_checkpoint
 from selfspec.train.evaluation import EvalPrompt, Evaluator
 
@@ -161,7 +162,7 @@ class HeadTrainer(Trainer):
             if type(error) is RuntimeError and "inline_container" not in str(error):
                 raise
             shutil.rmtree(folder / PARTIAL, ignore_errors=True)
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            reason = getattr(error, "strerror", None) or first_line(error)
             last = last_checkpoint(folder)
             free = shutil.disk_usage(folder).free / 2**30
             raise OSError(
