@@ -35,6 +35,7 @@ from selfspec.traffic.prompt_files import PromptRow, read_prompts
 
 DATA = Path(__file__).parents[1] / "data"
 BENCHMARKS = ("spec_bench", "humaneval")
+DEMO_PROMPTS = DATA / "demo_prompts.jsonl"
 
 # The names of the two baselines: this runtime's plain decoding, and transformers' generate.
 PLAIN = "none"

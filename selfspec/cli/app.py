@@ -1,4 +1,4 @@
-"""`selfspec app`: the page. It is a module of its own because in `selfspec.cli.main` that name is taken."""
+"""`selfspec app`: the page on which drafters race."""
 
 from typing import Annotated
 
@@ -17,7 +17,7 @@ def register(cli: typer.Typer) -> None:
         target: TargetOptions,
         host: Annotated[str, typer.Option("--host", help="address to listen on; 0.0.0.0 lets others in")] = "127.0.0.1",
         port: Annotated[
-            int | None, typer.Option("--port", help="the first free one from 7860 by default", min=1, max=65535)
+            int | None, typer.Option("--port", help="by default the first free port from 7860 on", min=1, max=65535)
         ] = None,
         server: Annotated[
             str | None, typer.Option("--server", help="race on a running `selfspec serve`, such as http://127.0.0.1:8000/v1")
@@ -26,7 +26,10 @@ def register(cli: typer.Typer) -> None:
             str | None, typer.Option("--api-key", envvar="SELFSPEC_API_KEY", help="the key that the server asks for")
         ] = None,
     ) -> None:
-        """Open a page on which drafters race, and that shows why one wins."""
+        """Open a page on which drafters race, and which shows why one wins.
+
+        Example: selfspec app --port 7860
+        """
         try:
             import gradio  # noqa: F401
         except ImportError as error:

@@ -1,4 +1,4 @@
-"""A conversation in the terminal: the answer appears as it is decoded, with its acceptance length below."""
+"""The loop of `selfspec chat`: each answer appears as it is decoded, with its acceptance length below it."""
 
 import sys
 
@@ -9,13 +9,13 @@ from selfspec.config import SamplingParams
 from selfspec.loop.drafter import Drafter
 from selfspec.model.target import Target
 
-WELCOME = "Type a message. /reset starts anew, /quit ends; Ctrl-C stops an answer."
+WELCOME = "Type a message. /reset starts a new conversation, /quit ends; Ctrl-C stops an answer."
 
 
-def chat(
+def converse(
     target: Target, *, drafter: Drafter | None, sampling: SamplingParams, use_cost_guard: bool, system: str | None
 ) -> None:
-    """Reads messages from stdin until it ends or says /quit. Works in a terminal and in a pipe."""
+    """Answer messages from stdin until it ends or says /quit, in a terminal or in a pipe."""
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     is_interactive = sys.stdin.isatty()
@@ -37,9 +37,9 @@ def chat(
         except KeyboardInterrupt:
             typer.echo(" [stopped]", nl=False)
         except ValueError as error:
-            # Such as a conversation that outgrew the context: it can go on after /reset.
+            # For example, the conversation has outgrown the context: it can go on after /reset.
             messages.pop()
-            typer.echo(f"{error} (/reset starts anew)", err=True)
+            typer.echo(f"{error} (/reset starts a new conversation)", err=True)
             continue
         messages.append({"role": "assistant", "content": answer})
         typer.echo()

@@ -1,4 +1,4 @@
-"""What this installation can run and what it cannot, with the reason."""
+"""`selfspec doctor`: what this installation can run, what it cannot, and why."""
 
 import importlib.metadata
 import os
@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
+import typer
 
+from selfspec.cli.options import command
 from selfspec.model.default_target import default_target
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "gguf")
 # Package -> what needs it, and the extra that brings it (None: torch's CUDA build does).
 OPTIONAL = {
-    "triton": ("compiled GPU kernels, in whose place plain torch runs", None),
+    "triton": ("compiled GPU kernels; plain torch runs in their place", None),
     "accelerate": ("training", "train"),
     "datasets": ("training", "train"),
     "peft": ("--adapter, and training of early-exit heads", "lora"),
@@ -31,6 +32,20 @@ class Finding:
     state: Literal["ok", "note", "missing"]
     subject: str
     detail: str
+
+
+def register(cli: typer.Typer) -> None:
+    """Add the command."""
+
+    @command(cli)
+    def doctor() -> None:
+        """Show versions, devices and settings, and what will not run here and why.
+
+        Example: selfspec doctor
+        """
+        from selfspec.cli import display
+
+        display.show_findings(examine())
 
 
 def examine() -> list[Finding]:
@@ -54,6 +69,8 @@ def _packages() -> Iterator[Finding]:
 
 
 def _devices() -> Iterator[Finding]:
+    import torch
+
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(i)

@@ -1,4 +1,4 @@
-"""`selfspec serve`: the target behind an OpenAI-compatible API."""
+"""`selfspec serve`: the target as an OpenAI-compatible server."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,14 +21,19 @@ def register(cli: typer.Typer) -> None:
         target: TargetOptions,
         drafter: Annotated[
             list[str] | None,
-            typer.Option("--drafter", help="what proposes tokens, ngram by default; repeatable: requests may name one"),
+            typer.Option(
+                "--drafter", help="what proposes tokens, ngram by default; repeatable, and a request may choose among them"
+            ),
         ] = None,
         draft: DraftOptions,
         options: ServeOptions,
         host: Annotated[str, typer.Option("--host", help="address to listen on; 0.0.0.0 lets others in")] = "127.0.0.1",
-        port: Annotated[int, typer.Option("--port", help="0 takes any that is free", min=0, max=65535)] = 8000,
+        port: Annotated[int, typer.Option("--port", help="0 takes any free port", min=0, max=65535)] = 8000,
     ) -> None:
-        """Serve the target over HTTP, as OpenAI's API has it."""
+        """Serve the target over HTTP with OpenAI's API.
+
+        Example: selfspec serve --drafter eagle --drafter ngram --port 8000
+        """
         try:
             import fastapi  # noqa: F401
             import prometheus_client  # noqa: F401
@@ -60,7 +65,7 @@ def register(cli: typer.Typer) -> None:
 
 
 def open_capture(options: ServeOptions) -> "Capture | None":
-    """The log of traffic, where one is wanted."""
+    """The log of conversations; None where the options ask for none."""
     if options.capture is None:
         return None
     from selfspec.traffic.capture import Capture

@@ -134,7 +134,7 @@ def test_chat_reads_a_pipe(run):
 
 def test_chat_goes_on_after_a_message_that_is_too_long(run):
     result = run("chat", "--max-new-tokens", 2, stdin="the cat " * 3000 + "\nthe cat\n")
-    assert "/reset starts anew" in result.stderr
+    assert "/reset starts a new conversation" in result.stderr
     assert result.stdout.count("acceptance length") == 1
 
 
@@ -147,7 +147,7 @@ def test_doctor_names_versions_and_gaps(monkeypatch, tmp_path):
 
 
 def test_fetch_prints_where_the_target_is(monkeypatch, tmp_path):
-    monkeypatch.setattr("selfspec.cli.main.fetch_default_target", lambda directory, **_: directory)
+    monkeypatch.setattr("selfspec.cli.loading.fetch_default_target", lambda directory, **_: directory)
     result = CliRunner().invoke(app, ["fetch", "--output", str(tmp_path)])
     assert result.output.strip() == str(tmp_path)
 
