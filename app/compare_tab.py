@@ -9,7 +9,7 @@ import gradio as gr
 
 from selfspec.app import render
 from selfspec.app.events import AT_ONCE, COMPUTING, Updates, html
-from selfspec.app.races import Bench, Messages, Outcome
+from selfspec.app.races import Messages, Outcome, Races
 from selfspec.app.settings import ALONE, CHAT, EXAMPLES, LIVE, MAX_DRAFTERS, MAX_NEW_TOKENS, MESSAGE, TEXT, Settings
 from selfspec.failures import describe
 
@@ -30,8 +30,8 @@ class CompareTab:
         linked: the components that a link sets.
     """
 
-    def __init__(self, bench: Bench, finished: gr.State, *, has_target: bool) -> None:
-        self._bench = bench
+    def __init__(self, races: Races, finished: gr.State, *, has_target: bool) -> None:
+        self._races = races
         self._has_target = has_target
         self._finished = finished
         self._defaults = Settings(drafters=self._chosen_drafters())
@@ -48,8 +48,8 @@ class CompareTab:
 
     def _chosen_drafters(self) -> tuple[str, ...]:
         """What races if nobody chooses: prompt lookup and EAGLE, or else the first ones there are."""
-        known = [name for name in self._bench.drafters if name in ("ngram", "eagle")]
-        return tuple(known or list(self._bench.drafters)[:MAX_DRAFTERS] or ("ngram",))
+        known = [name for name in self._races.drafters if name in ("ngram", "eagle")]
+        return tuple(known or list(self._races.drafters)[:MAX_DRAFTERS] or ("ngram",))
 
     def _lay_out_question(self) -> None:
         self._controls["prompt"] = gr.Textbox(
@@ -66,7 +66,7 @@ class CompareTab:
             api_visibility="private",
         )
         self._controls["drafters"] = gr.Dropdown(
-            [(label, name) for name, label in self._bench.drafters.items()],
+            [(label, name) for name, label in self._races.drafters.items()],
             value=list(self._defaults.drafters),
             multiselect=True,
             max_choices=MAX_DRAFTERS,
@@ -135,7 +135,7 @@ class CompareTab:
         self._forget.click(self._start_anew, None, [self._history, self._conversation, self._forget], **AT_ONCE)
 
     def _wait(self, request: gr.Request) -> Updates:
-        self._bench.expect(str(request.session_hash))
+        self._races.expect(str(request.session_hash))
         return {
             self._message: render.note("Waiting for the target, which runs one race at a time …"),
             self._start: gr.Button(interactive=False),
@@ -144,13 +144,13 @@ class CompareTab:
 
     def _end(self, request: gr.Request) -> None:
         """Stop this visitor's race, if one runs or waits."""
-        self._bench.stop(str(request.session_hash))
+        self._races.stop(str(request.session_hash))
 
     def follow_link(self, request: gr.Request) -> Updates:
         """Take the settings from the address that the page was opened with."""
         problem = ""
         try:
-            self._bench.refresh()
+            self._races.refresh()
         except ValueError as error:
             problem = str(error)
         drafters = self._chosen_drafters()
@@ -159,7 +159,7 @@ class CompareTab:
         except ValueError as error:
             problem = str(error)
             settings = Settings(drafters=drafters)
-        choices = [(label, name) for name, label in self._bench.drafters.items()]
+        choices = [(label, name) for name, label in self._races.drafters.items()]
         values = {**settings.to_dict(), "drafters": gr.Dropdown(choices, value=list(settings.drafters))}
         return {
             self._message: render.note(problem, "error"),
@@ -170,7 +170,7 @@ class CompareTab:
         last = self._rest()
         try:
             settings = self._settings(values)
-            for view in self._bench.race(settings, history, str(request.session_hash)):
+            for view in self._races.race(settings, history, str(request.session_hash)):
                 yield {self._message: render.note(view.message), self._columns: view.html or gr.skip()}
                 if view.race is not None:
                     last |= self._outcome(view.race, history)
@@ -198,7 +198,7 @@ class CompareTab:
             self._finished: race,
             self._results: gr.Row(visible=True),
             self._link: render.permalink(race.settings.query()),
-            self._download: str(self._bench.save(race)),
+            self._download: str(self._races.save(race)),
         }
         answer = race.columns[0]
         if race.settings.kind == CHAT and answer.finish_reason is not None:

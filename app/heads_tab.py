@@ -6,18 +6,18 @@ import gradio as gr
 
 from selfspec.app import render
 from selfspec.app.events import COMPUTING, Updates, html
-from selfspec.app.local_races import Workbench
+from selfspec.app.local_races import LocalRaces
 from selfspec.failures import describe
 
 
 class HeadsTab:
     """The tab's components and events; a head that fits joins the choice of `drafters`."""
 
-    def __init__(self, bench: Workbench, drafters: gr.Dropdown) -> None:
-        self._bench = bench
+    def __init__(self, races: LocalRaces, drafters: gr.Dropdown) -> None:
+        self._races = races
         self._drafters = drafters
         self._source = gr.Dropdown(
-            bench.shipped_heads(),
+            races.shipped_heads(),
             value=None,
             allow_custom_value=True,
             label="Head",
@@ -32,7 +32,7 @@ class HeadsTab:
 
     def _examine(self, source: str | None) -> Updates:
         try:
-            report = self._bench.examine(source or "")
+            report = self._races.examine(source or "")
         except Exception as error:
             if (sentence := describe(error)) is None:
                 raise
@@ -41,5 +41,5 @@ class HeadsTab:
             self._verdict: render.note(report.verdict, "error" if report.drafter is None else "good"),
             self._facts: render.facts(report.facts),
             self._card: report.card or "*This head has no card.*",
-            self._drafters: gr.Dropdown([(label, name) for name, label in self._bench.drafters.items()]),
+            self._drafters: gr.Dropdown([(label, name) for name, label in self._races.drafters.items()]),
         }

@@ -14,7 +14,7 @@ from typing import Any
 
 from selfspec.app import race, render
 from selfspec.app.race import Column, Parting
-from selfspec.app.races import Bench, Messages, View
+from selfspec.app.races import Messages, Races, View
 from selfspec.app.settings import LIVE, Settings, label_of
 from selfspec.bench.tasks import environment
 from selfspec.drafters import Drafter, load_drafter
@@ -71,7 +71,7 @@ class HeadReport:
     verdict: str
 
 
-class Workbench(Bench):
+class LocalRaces(Races):
     """One target and the drafters loaded for it, those that work for the target as it stands."""
 
     def __init__(self, target: Target) -> None:

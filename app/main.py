@@ -13,11 +13,11 @@ from selfspec.app import render
 from selfspec.app.compare_tab import CompareTab
 from selfspec.app.events import DRAWING, html
 from selfspec.app.heads_tab import HeadsTab
-from selfspec.app.local_races import Workbench
+from selfspec.app.local_races import LocalRaces
 from selfspec.app.plan_tab import PlanTab
-from selfspec.app.races import Bench
+from selfspec.app.races import Races
 from selfspec.app.remote import Server
-from selfspec.app.remote_bench import WHY_NEEDS_A_TARGET, RemoteBench
+from selfspec.app.remote_races import WHY_NEEDS_A_TARGET, RemoteRaces
 from selfspec.app.why_tab import WhyTab
 from selfspec.model.target import Target
 
@@ -38,22 +38,22 @@ def build(source: Target | Server) -> gr.Blocks:
         finished = gr.State(None)
         if isinstance(source, Server):
             html(render.heading("the server's model", source.url))
-            bench: Bench = RemoteBench(source)
+            races: Races = RemoteRaces(source)
         else:
             html(render.heading(Path(source.name).name, str(source.dtype).removeprefix("torch."), str(source.device)))
-            bench = Workbench(source)
+            races = LocalRaces(source)
         with gr.Tab("Compare"):
-            compare = CompareTab(bench, finished, has_target=not is_remote)
+            compare = CompareTab(races, finished, has_target=not is_remote)
         with gr.Tab("Why"):
-            if isinstance(bench, Workbench):
+            if isinstance(races, LocalRaces):
                 WhyTab(finished)
             else:
                 html(render.note(WHY_NEEDS_A_TARGET))
-        if isinstance(bench, Workbench):
+        if isinstance(races, LocalRaces):
             with gr.Tab("Heads"):
-                HeadsTab(bench, compare.drafters)
+                HeadsTab(races, compare.drafters)
         with gr.Tab("Plan") as tab:
-            plan = PlanTab("" if isinstance(source, Server) else source.name, bench.drafters or {"ngram": "n-gram"})
+            plan = PlanTab("" if isinstance(source, Server) else source.name, races.drafters or {"ngram": "n-gram"})
         tab.select(plan.predict, plan.inputs, plan.outputs, **DRAWING)
         page.load(compare.follow_link, None, compare.linked, api_visibility="private", show_progress="hidden")
     return page

@@ -34,7 +34,7 @@ class View:
     race: Outcome | None = None
 
 
-class Bench(ABC):
+class Races(ABC):
     """Runs races for visitors, who are told apart by their session.
 
     Attributes:

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from selfspec import SamplingParams, generate
-from selfspec.app.local_races import Workbench, without_front_matter
+from selfspec.app.local_races import LocalRaces, without_front_matter
 from selfspec.app.race import SECONDS_PER_FRAME, Parting
 from selfspec.app.races import prompt_of
 from selfspec.app.settings import CHAT, LIVE, TEXT, Settings
@@ -19,8 +19,8 @@ SHORT = {"prompt": PROMPT, "max_new_tokens": 24, "drafters": ("ngram", "truncate
 
 
 @pytest.fixture(scope="module")
-def bench(target):
-    return Workbench(target)
+def races(target):
+    return LocalRaces(target)
 
 
 def last(views):
@@ -28,8 +28,8 @@ def last(views):
     return end
 
 
-def test_a_race_ends_with_every_column_identical(bench, target):
-    views = list(bench.race(Settings(**SHORT), [], "me"))
+def test_a_race_ends_with_every_column_identical(races, target):
+    views = list(races.race(Settings(**SHORT), [], "me"))
     race = views[-1].race
     assert all(view.race is None for view in views[:-1])
     prompt = target.encode([{"role": "user", "content": PROMPT}])
@@ -39,9 +39,9 @@ def test_a_race_ends_with_every_column_identical(bench, target):
     assert "measured alone" in views[-1].message
 
 
-def test_the_replay_takes_the_time_that_the_slowest_column_took(bench):
+def test_the_replay_takes_the_time_that_the_slowest_column_took(races):
     times = []
-    for view in bench.race(Settings(**{**SHORT, "max_new_tokens": 120}), [], "me"):
+    for view in races.race(Settings(**{**SHORT, "max_new_tokens": 120}), [], "me"):
         times.append((time.perf_counter(), view))
     racing = [at for at, view in times if view.message.startswith("Racing")]
     slowest = max(column.steps[-1].at for column in times[-1][1].race.columns)
@@ -50,35 +50,35 @@ def test_the_replay_takes_the_time_that_the_slowest_column_took(bench):
     assert len(racing) <= slowest / SECONDS_PER_FRAME + 2
 
 
-def test_live_shows_no_speed_up_and_says_why(bench):
-    views = list(bench.race(Settings(**SHORT, timing=LIVE), [], "me"))
+def test_live_shows_no_speed_up_and_says_why(races):
+    views = list(races.race(Settings(**SHORT, timing=LIVE), [], "me"))
     assert "not comparable" in views[0].message and "not comparable" in views[-1].message
     assert views[-1].html.count("<dt>speed-up</dt><dd>–</dd>") == 3
     assert views[-1].html.count("✓ identical") == 2
 
 
-def test_sampled_columns_are_identical_too(bench):
-    race = last(bench.race(Settings(**SHORT, temperature=1.0, seed=5), [], "me")).race
+def test_sampled_columns_are_identical_too(races):
+    race = last(races.race(Settings(**SHORT, temperature=1.0, seed=5), [], "me")).race
     assert set(race.partings.values()) == {None}
 
 
 @pytest.mark.parametrize("timing", ["alone", LIVE])
-def test_stop_ends_a_race_that_would_go_on(bench, timing):
+def test_stop_ends_a_race_that_would_go_on(races, timing):
     settings = Settings(prompt=PROMPT, max_new_tokens=512, drafters=("ngram",), timing=timing)
-    views = bench.race(settings, [], "me")
+    views = races.race(settings, [], "me")
     next(views)
-    bench.stop("somebody else")
-    threading.Timer(0.3, bench.stop, ["me"]).start()
+    races.stop("somebody else")
+    threading.Timer(0.3, races.stop, ["me"]).start()
     end = last(views)
     assert end.message == "Stopped."
     assert end.race.columns[1].finish_reason is None and "stopped" in end.html
-    assert last(bench.race(Settings(**SHORT), [], "me")).race.columns[-1].finish_reason is not None
+    assert last(races.race(Settings(**SHORT), [], "me")).race.columns[-1].finish_reason is not None
 
 
-def test_a_race_can_be_stopped_before_its_turn(bench):
-    bench.expect("me")
-    bench.stop("me")
-    end = last(bench.race(Settings(**SHORT), [], "me"))
+def test_a_race_can_be_stopped_before_its_turn(races):
+    races.expect("me")
+    races.stop("me")
+    end = last(races.race(Settings(**SHORT), [], "me"))
     assert end.message == "Stopped."
     assert [column.steps for column in end.race.columns] == [[], [], []]
 
@@ -102,23 +102,23 @@ def test_a_chat_goes_on_from_its_history():
         (Settings(prompt="x", drafters=("medusa:nowhere/at-all",)), "nowhere/at-all: no such folder"),
     ],
 )
-def test_what_a_person_can_get_wrong_is_one_sentence(bench, settings, message):
+def test_what_a_person_can_get_wrong_is_one_sentence(races, settings, message):
     with pytest.raises(ValueError, match=message) as error:
-        last(bench.race(settings, [], "me"))
+        last(races.race(settings, [], "me"))
     assert "\n" not in str(error.value)
-    assert not bench._stops
+    assert not races._stops
 
 
-def test_a_different_output_is_told(bench):
-    race = last(bench.race(Settings(**SHORT), [], "me")).race
+def test_a_different_output_is_told(races):
+    race = last(races.race(Settings(**SHORT), [], "me")).race
     race.partings["ngram"] = Parting(6, "dog", "cat", 0.25)
     html = race.html()
     assert "✗ differs at token 7, logit gap 0.25" in html and html.count("✓ identical") == 1
 
 
-def test_the_saved_run_has_all_that_was_measured(bench):
-    race = last(bench.race(Settings(**SHORT), [], "me")).race
-    record = json.loads(bench.save(race).read_text(encoding="utf-8"))
+def test_the_saved_run_has_all_that_was_measured(races):
+    race = last(races.race(Settings(**SHORT), [], "me")).race
+    record = json.loads(races.save(race).read_text(encoding="utf-8"))
     assert record["settings"]["prompt"] == PROMPT
     assert record["environment"]["dtype"] == "float32"
     assert [column["name"] for column in record["columns"]] == ["none", "ngram", "truncated:1"]
@@ -129,30 +129,30 @@ def test_the_saved_run_has_all_that_was_measured(bench):
 
 
 def test_a_head_that_fits_can_be_raced(target, head_dir):
-    bench = Workbench(target)
-    report = bench.examine(f" {head_dir} ")
+    races = LocalRaces(target)
+    report = races.examine(f" {head_dir} ")
     assert report.drafter == f"medusa:{head_dir}"
     assert report.card == "# A tiny card\n"
     assert report.facts["kind"] == "medusa" and report.facts["num_heads"] == 2
-    race = last(bench.race(Settings(prompt=PROMPT, max_new_tokens=8, drafters=(report.drafter,)), [], "me")).race
+    race = last(races.race(Settings(prompt=PROMPT, max_new_tokens=8, drafters=(report.drafter,)), [], "me")).race
     assert race.partings == {report.drafter: None}
-    assert report.drafter in bench.drafters
+    assert report.drafter in races.drafters
 
 
 def test_a_head_of_another_target_is_shown_and_refused(target):
-    bench = Workbench(target)
-    offered = set(bench.drafters)
-    [(_, folder)] = [(label, folder) for label, folder in bench.shipped_heads() if label.endswith("/ eagle")]
-    report = bench.examine(folder)
+    races = LocalRaces(target)
+    offered = set(races.drafters)
+    [(_, folder)] = [(label, folder) for label, folder in races.shipped_heads() if label.endswith("/ eagle")]
+    report = races.examine(folder)
     assert report.drafter is None and "SmolLM2-135M-Instruct" in report.verdict and "hidden_size" in report.verdict
     assert report.card.startswith("# EAGLE-3 head")
-    assert set(bench.drafters) == offered
+    assert set(races.drafters) == offered
 
 
 @pytest.mark.parametrize("source", ["", "nowhere/at-all", "/"])
-def test_no_head_is_one_sentence(bench, source):
+def test_no_head_is_one_sentence(races, source):
     with pytest.raises(ValueError, match=r"No head|no such folder|holds no head"):
-        bench.examine(source)
+        races.examine(source)
 
 
 def test_front_matter_is_for_the_hub():

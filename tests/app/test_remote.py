@@ -20,7 +20,7 @@ from live_server import LiveServer
 from selfspec import SamplingParams, generate
 from selfspec.app import render
 from selfspec.app.remote import RemoteColumn, Server
-from selfspec.app.remote_bench import RemoteBench
+from selfspec.app.remote_races import RemoteRaces
 from selfspec.app.settings import LIVE, TEXT, Settings
 from selfspec.drafters import NgramDrafter, load_drafter
 from selfspec.serve.options import ServeOptions
@@ -45,8 +45,8 @@ def live(target) -> Iterator[LiveServer]:
 
 
 @pytest.fixture
-def bench(live) -> RemoteBench:
-    return RemoteBench(Server(live.url, KEY))
+def races(live) -> RemoteRaces:
+    return RemoteRaces(Server(live.url, KEY))
 
 
 def last(views):
@@ -54,14 +54,14 @@ def last(views):
     return end
 
 
-def test_the_servers_drafters_can_be_chosen(bench):
-    bench.refresh()
-    assert bench.drafters == {"ngram": "n-gram", "first": "first"}
+def test_the_servers_drafters_can_be_chosen(races):
+    races.refresh()
+    assert races.drafters == {"ngram": "n-gram", "first": "first"}
 
 
 @pytest.mark.parametrize("kind", ["message", TEXT])
-def test_columns_hold_the_servers_answers(bench, target, kind):
-    views = list(bench.race(Settings(**SHORT, kind=kind), [], "me"))
+def test_columns_hold_the_servers_answers(races, target, kind):
+    views = list(races.race(Settings(**SHORT, kind=kind), [], "me"))
     race = views[-1].race
     prompt = PROMPT if kind == TEXT else [{"role": "user", "content": PROMPT}]
     [expected] = generate(target, [prompt], sampling=SamplingParams(max_new_tokens=24))
@@ -81,36 +81,36 @@ def test_columns_hold_the_servers_answers(bench, target, kind):
     assert "one after the other" in views[-1].message
 
 
-def test_text_grows_while_it_streams(bench, target, monkeypatch):
+def test_text_grows_while_it_streams(races, target, monkeypatch):
     slow_down(target, monkeypatch)
-    shown = [view.html for view in bench.race(Settings(**{**SHORT, "drafters": ("ngram",)}), [], "me")]
+    shown = [view.html for view in races.race(Settings(**{**SHORT, "drafters": ("ngram",)}), [], "me")]
     assert len(set(shown)) > 5
 
 
-def test_all_at_once_shows_no_speed_up(bench):
-    end = last(bench.race(Settings(**SHORT, timing=LIVE), [], "me"))
+def test_all_at_once_shows_no_speed_up(races):
+    end = last(races.race(Settings(**SHORT, timing=LIVE), [], "me"))
     assert "not comparable" in end.message
     assert end.html.count("<dt>speed-up</dt><dd>–</dd>") == 3
     assert end.html.count("✓ identical") == 2
 
 
-def test_sampled_columns_are_identical_too(bench):
-    race = last(bench.race(Settings(**SHORT, temperature=1.0, seed=5), [], "me")).race
+def test_sampled_columns_are_identical_too(races):
+    race = last(races.race(Settings(**SHORT, temperature=1.0, seed=5), [], "me")).race
     assert [race.is_identical(column) for column in race.columns] == [None, True, True]
 
 
-def test_a_different_text_is_told(bench):
-    race = last(bench.race(Settings(**SHORT), [], "me")).race
+def test_a_different_text_is_told(races):
+    race = last(races.race(Settings(**SHORT), [], "me")).race
     race.columns[1].pieces.pop(3)
     assert race.is_identical(race.columns[1]) is False
     assert "✗ differs at character" in race.html(is_over=True)
     assert "character 3" in render.text_parting_badge("ab", "abc")
 
 
-def test_the_saved_run_has_all_that_was_measured(bench):
-    race = last(bench.race(Settings(**SHORT), [], "me")).race
-    record = json.loads(bench.save(race).read_text(encoding="utf-8"))
-    assert record["environment"] == {"server": bench.server.url}
+def test_the_saved_run_has_all_that_was_measured(races):
+    race = last(races.race(Settings(**SHORT), [], "me")).race
+    record = json.loads(races.save(race).read_text(encoding="utf-8"))
+    assert record["environment"] == {"server": races.server.url}
     assert [column["is_identical"] for column in record["columns"]] == [None, True, True]
     assert "".join(piece["text"] for piece in record["columns"][0]["pieces"]) == record["columns"][0]["text"]
     assert KEY not in json.dumps(record)
@@ -128,38 +128,38 @@ def slow_down(target, monkeypatch, seconds: float = 0.02) -> None:
 
 
 @pytest.mark.parametrize("timing", ["alone", LIVE])
-def test_a_stop_cancels_what_the_server_does(bench, live, target, monkeypatch, timing):
+def test_a_stop_cancels_what_the_server_does(races, live, target, monkeypatch, timing):
     slow_down(target, monkeypatch)
     settings = Settings(prompt=PROMPT, max_new_tokens=512, drafters=("ngram",), timing=timing)
-    views = bench.race(settings, [], "me")
-    bench.expect("me")
+    views = races.race(settings, [], "me")
+    races.expect("me")
     view = next(view for view in views if "<dd>1.00</dd>" in view.html)
     live.wait_until_busy()
-    bench.stop("somebody else")
-    bench.stop("me")
+    races.stop("somebody else")
+    races.stop("me")
     start = time.perf_counter()
     end = last(views)
     live.wait_until_idle()
     assert time.perf_counter() - start < 5
     assert end.message == "Stopped." and "stopped" in end.html and view.race is None
     assert 0 < max(column.figures().num_tokens for column in end.race.columns if column.pieces) < 512
-    assert last(bench.race(Settings(**SHORT), [], "me")).race.columns[-1].finish_reason is not None
+    assert last(races.race(Settings(**SHORT), [], "me")).race.columns[-1].finish_reason is not None
 
 
-def test_a_stop_need_not_wait_for_the_server(bench, live, target, monkeypatch):
+def test_a_stop_need_not_wait_for_the_server(races, live, target, monkeypatch):
     # Long passes: the connection is closed in the middle of one.
     slow_down(target, monkeypatch, 4.0)
-    views = bench.race(Settings(**SHORT), [], "me")
+    views = races.race(Settings(**SHORT), [], "me")
     next(views)
-    threading.Timer(0.2, bench.stop, ["me"]).start()
+    threading.Timer(0.2, races.stop, ["me"]).start()
     start = time.perf_counter()
     assert last(views).message == "Stopped."
     assert time.perf_counter() - start < 3
 
 
-def test_closing_the_page_ends_its_race(bench, live, target, monkeypatch):
+def test_closing_the_page_ends_its_race(races, live, target, monkeypatch):
     slow_down(target, monkeypatch)
-    views = bench.race(Settings(prompt=PROMPT, max_new_tokens=512, drafters=("ngram",), timing=LIVE), [], "me")
+    views = races.race(Settings(prompt=PROMPT, max_new_tokens=512, drafters=("ngram",), timing=LIVE), [], "me")
     next(views)
     live.wait_until_busy()
     views.close()
@@ -168,7 +168,7 @@ def test_closing_the_page_ends_its_race(bench, live, target, monkeypatch):
 
 def failing(server: Server) -> str:
     with pytest.raises(ValueError, match=server.url) as error:
-        last(RemoteBench(server).race(Settings(**SHORT), [], "me"))
+        last(RemoteRaces(server).race(Settings(**SHORT), [], "me"))
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -190,9 +190,9 @@ def test_a_wrong_model_is_one_sentence(live, monkeypatch):
     assert "model 'other' is not served here: ask for 'tiny'" in failing(server)
 
 
-def test_a_drafter_that_is_not_there_is_one_sentence(bench):
+def test_a_drafter_that_is_not_there_is_one_sentence(races):
     with pytest.raises(ValueError, match="drafter 'mine' is not loaded"):
-        last(bench.race(Settings(**{**SHORT, "drafters": ("mine",)}), [], "me"))
+        last(races.race(Settings(**{**SHORT, "drafters": ("mine",)}), [], "me"))
 
 
 class Stranger(BaseHTTPRequestHandler):

@@ -14,7 +14,7 @@ from typing import Any
 
 from selfspec.app import render
 from selfspec.app.race import SECONDS_PER_FRAME
-from selfspec.app.races import Bench, Messages, View
+from selfspec.app.races import Messages, Races, View
 from selfspec.app.remote import Call, RemoteColumn, Server
 from selfspec.app.settings import LIVE, Settings, label_of
 from selfspec.bench.compare import WARM_UP
@@ -54,7 +54,7 @@ class RemoteRace:
         return render.remote_columns(self.columns, badges, is_comparable=self.settings.timing != LIVE)
 
 
-class RemoteBench(Bench):
+class RemoteRaces(Races):
     """A server's drafters, asked for anew at every visit and race: it may be started, or change them, behind our back."""
 
     def __init__(self, server: Server) -> None:
