@@ -87,7 +87,8 @@ def create_app(service: Service) -> FastAPI:
         try:
             await asyncio.to_thread(service.engine.unload, name)
         except KeyError as error:
-            raise ApiError(404, f"drafter {name!r} is not loaded", code="head_not_found") from error
+            known = ", ".join(service.engine.drafters)
+            raise ApiError(404, f"drafter {name!r} is not loaded: use one of {known}", code="head_not_found") from error
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         return {"id": name, "object": "head", "deleted": True}

@@ -1,20 +1,63 @@
-"""What clients may ask for: OpenAI's fields, and those that vLLM's clients add.
+"""What clients may ask for: OpenAI's fields, and the ones that vLLM's clients add.
 
-A field that would change the answer and is not served is refused, never ignored; those in `_Ignored` change no answer.
+A field that would change the answer and is not served is refused, never ignored. The fields in `_Ignored` change no answer.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from selfspec.config import SamplingParams
 
-# Pydantic's own reading of text as numbers would hide a client's mistake.
+# Strict, because pydantic would otherwise read text as numbers and hide a client's mistake.
 STRICT = ConfigDict(extra="forbid", strict=True)
+# Where clients may nest JSON freely. Deeper values would exhaust the stack of whatever reads them.
+MAX_DEPTH = 64
+# A larger number of tokens to choose from is the whole vocabulary of any model.
+MAX_TOP_K = 2**31 - 1
+# JSON can hold halves of surrogate pairs, and neither tokenizers nor files take them.
+NOT_TEXT = "this text cannot be encoded: send valid Unicode, without halves of surrogate pairs"
+# What fields of several forms take, in words: pydantic would name the first form alone.
+FORMS = {
+    "prompt": "give text, a list of texts, a list of token ids, or a list of lists of token ids",
+    "stop": "give a string, or a list of at most 16 strings",
+    "content": 'give text, or a list of parts such as {"type": "text", "text": "..."}',
+}
+
+
+def _check_text(text: str) -> str:
+    """Refuse text that cannot be encoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(NOT_TEXT) from None
+    return text
+
+
+def _check_object(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuse JSON that is nested too deeply, or that holds text which cannot be encoded."""
+    layer: list[Any] = [value]
+    for _ in range(MAX_DEPTH + 1):
+        below: list[Any] = []
+        for each in layer:
+            if isinstance(each, dict):
+                below += [*each, *each.values()]
+            elif isinstance(each, list):
+                below += each
+            elif isinstance(each, str):
+                _check_text(each)
+        layer = below
+        if not layer:
+            return value
+    raise ValueError(f"this is nested too deeply: use at most {MAX_DEPTH} levels")
+
+
 # JSON has one kind of number.
 Number = Annotated[float, Field(strict=False, allow_inf_nan=False)]
+Text = Annotated[str, AfterValidator(_check_text)]
+Object = Annotated[dict[str, Any], AfterValidator(_check_object)]
 
 
 class StreamOptions(BaseModel):
@@ -37,7 +80,7 @@ class JsonSchema(BaseModel):
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[Object, Field(alias="schema")]
 
 
 class ResponseFormat(BaseModel):
@@ -61,23 +104,23 @@ class ResponseFormat(BaseModel):
 
 
 class _Ignored(BaseModel):
-    """Book-keeping of other servers."""
+    """Fields that other servers keep records by."""
 
     model_config = STRICT
 
     user: str | None = None
     store: bool | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Object | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
 
 class _Request(_Ignored):
-    """What chat and completions share. None, as JSON's null, is a field left out."""
+    """What chat and completions share. None, which is JSON's null, means that the field is left out."""
 
     model: str
-    drafter: str | None = None
+    drafter: Annotated[str, Field(min_length=1)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = 1
@@ -86,14 +129,14 @@ class _Request(_Ignored):
     min_tokens: Annotated[int, Field(ge=0)] | None = 0
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = 1.0
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = 1.0
-    top_k: Annotated[int, Field(ge=-1)] | None = 0
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOP_K)] | None = 0
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = 0.0
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = 0.0
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = 0.0
     repetition_penalty: Annotated[Number, Field(gt=0)] | None = 1.0
     logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
     seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = False
     response_format: ResponseFormat | None = None
@@ -119,13 +162,17 @@ class _Request(_Ignored):
             self.max_tokens = self.max_completion_tokens
         return self
 
-    def sampling(self, default_max_tokens: int, *, use_logprobs: bool) -> SamplingParams:
+    def sampling(self, default_max_tokens: int, context_length: int, *, use_logprobs: bool) -> SamplingParams:
         """The settings, checked.
 
         Raises:
             ValueError: one of them is not allowed; the sentence names it.
         """
         max_tokens = self.max_tokens or default_max_tokens
+        if max_tokens > context_length:
+            raise ValueError(
+                f"max_tokens={max_tokens} is not allowed: prompt and answer share a context of {context_length} tokens"
+            )
         if (self.min_tokens or 0) > max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is not allowed: use 0 to max_tokens ({max_tokens})")
         return SamplingParams(
@@ -140,7 +187,7 @@ class _Request(_Ignored):
             frequency_penalty=_or(self.frequency_penalty, 0.0),
             logit_bias=self.logit_bias or {},  # type: ignore[arg-type]
             seed=self.seed,
-            stop=self.stop or (),
+            stop=_or(self.stop, ()),
             stop_token_ids=self.stop_token_ids or (),
             ignore_eos=bool(self.ignore_eos),
             logprobs=use_logprobs,
@@ -149,22 +196,32 @@ class _Request(_Ignored):
 
 
 class Message(BaseModel):
-    """One turn. Fields that a chat template may read are passed on as they are."""
+    """One turn. Other fields are passed on as they are, because a chat template may read them."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[Object] | None = None
 
     @field_validator("content")
     @classmethod
     def _join_parts(cls, content: str | list[dict[str, Any]] | None) -> str | None:
         if not isinstance(content, list):
             return content
+        if not content:
+            raise ValueError("the list of parts is empty: give at least one")
         texts = [part.get("text") for part in content if part.get("type") == "text"]
         if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
             raise ValueError("parts other than text are not served: leave images, sound and files out")
         return "".join(map(str, texts))
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Self:
+        others = _check_object(self.model_extra or {})
+        is_call = self.role == "assistant" and (others.get("tool_calls") or others.get("function_call"))
+        if self.content is None and not is_call:
+            raise ValueError(f"this {self.role} message has no content: give it text")
+        return self
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates know it."""
@@ -178,7 +235,7 @@ class ChatRequest(_Request):
     messages: Annotated[list[Message], Field(min_length=1)]
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = 0
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Object] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
 

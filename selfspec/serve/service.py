@@ -21,10 +21,10 @@ from selfspec.loop.sampling import Grammar
 from selfspec.loop.sequence import Request
 from selfspec.model.target import Target
 from selfspec.serve.answers import Answer, ChatAnswer, CompletionAnswer, Events
-from selfspec.serve.errors import ApiError, api_error, unavailable
+from selfspec.serve.errors import ApiError, api_error, field_of, unavailable
 from selfspec.serve.metrics import Metrics
 from selfspec.serve.options import ServeOptions
-from selfspec.serve.protocol import ChatRequest, CompletionRequest
+from selfspec.serve.protocol import NOT_TEXT, ChatRequest, CompletionRequest
 from selfspec.traffic.capture import Capture
 from selfspec.traffic.conversations import Conversation
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 # OpenAI's, for completions; a chat may go on to the end of the context.
 DEFAULT_MAX_TOKENS = 16
-# JSON can hold halves of surrogate pairs, and no tokenizer takes them.
-NOT_TEXT = "this text cannot be encoded: send valid Unicode, without halves of surrogate pairs"
 
 
 class Service:
@@ -109,26 +107,26 @@ class Service:
     async def chat(self, body: ChatRequest, answer_id: str) -> tuple[Answer, Events, Callable[[Completion], None]]:
         """Hand a chat request in: its answer's form, its events, and what to do with each completion."""
         target = self._target(body.model)
-        sampling = _sampling(body, target.context_length, use_logprobs=bool(body.logprobs))
+        sampling = _sampling(body, target, target.context_length, use_logprobs=bool(body.logprobs))
         messages = [message.for_template() for message in body.messages]
         # Long texts take a while, in which other requests need the loop.
         prompt = await asyncio.to_thread(_encode_chat, target, messages, body.tools)
         begin_grammar = await asyncio.to_thread(self._grammar, body)
-        requests = _requests(target, [prompt], sampling, body.top_logprobs or 0, begin_grammar)
+        requests = _requests([prompt], sampling, body.top_logprobs or 0, begin_grammar)
 
         def capture(completion: Completion) -> None:
             self._capture(answer_id, [*messages, _answer(completion)], completion, body)
 
         form = ChatAnswer(answer_id, self.name, target.tokenizer, sampling.n, self._drafter_name(body.drafter))
-        return form, self._submit(requests, body.drafter), capture
+        return form, self._submit(requests, body.drafter, prompt_field="messages"), capture
 
     async def complete(self, body: CompletionRequest, answer_id: str) -> tuple[Answer, Events, Callable[[Completion], None]]:
         """The same for a completion request."""
         target = self._target(body.model)
-        sampling = _sampling(body, DEFAULT_MAX_TOKENS, use_logprobs=body.logprobs is not None)
+        sampling = _sampling(body, target, DEFAULT_MAX_TOKENS, use_logprobs=body.logprobs is not None)
         prompts = await asyncio.to_thread(_encode_texts, target, body.prompts)
         begin_grammar = await asyncio.to_thread(self._grammar, body)
-        requests = _requests(target, prompts, sampling, body.logprobs or 0, begin_grammar)
+        requests = _requests(prompts, sampling, body.logprobs or 0, begin_grammar)
 
         def capture(completion: Completion) -> None:
             prompt = body.prompts[completion.prompt_index]
@@ -136,7 +134,7 @@ class Service:
             self._capture(answer_id, [{"role": "user", "content": text}, _answer(completion)], completion, body)
 
         form = CompletionAnswer(answer_id, self.name, target.tokenizer, sampling.n, self._drafter_name(body.drafter))
-        return form, self._submit(requests, body.drafter), capture
+        return form, self._submit(requests, body.drafter, prompt_field="prompt"), capture
 
     def prepare_drafter(self, spec: str) -> Callable[[], Drafter]:
         """The slow part of loading a drafter, which touches nothing in use; returns the quick part, which does."""
@@ -172,11 +170,15 @@ class Service:
         except ValueError as error:
             raise ApiError(400, str(error), param="response_format") from error
 
-    def _submit(self, requests: list[Request], drafter: str | None) -> Events:
+    def _submit(self, requests: list[Request], drafter: str | None, *, prompt_field: str) -> Events:
+        engine = self.engine
         try:
-            return Events(self.engine, requests, drafter)
+            return Events(engine, requests, drafter)
         except ValueError as error:
-            raise ApiError(400, str(error)) from error
+            is_too_many = len(requests) > engine.max_open
+            # What is left that the engine can refuse is the prompt's length.
+            param = field_of(str(error)) or ("n" if is_too_many else prompt_field)
+            raise ApiError(400, str(error), param=param) from error
         except Exception as error:
             raise api_error(error) from error
 
@@ -204,24 +206,26 @@ def _answer(completion: Completion) -> dict[str, Any]:
     return {"role": "assistant", "content": completion.text}
 
 
-def _sampling(body: ChatRequest | CompletionRequest, default_max_tokens: int, *, use_logprobs: bool) -> SamplingParams:
+def _sampling(
+    body: ChatRequest | CompletionRequest, target: Target, default_max_tokens: int, *, use_logprobs: bool
+) -> SamplingParams:
+    """The request's settings, checked against the target."""
     try:
-        return body.sampling(default_max_tokens, use_logprobs=use_logprobs)
+        sampling = body.sampling(
+            min(default_max_tokens, target.context_length), target.context_length, use_logprobs=use_logprobs
+        )
+        check_token_ids(target, sampling)
     except ValueError as error:
-        raise ApiError(400, str(error), param=str(error).split("=")[0]) from error
+        raise ApiError(400, str(error), param=field_of(str(error))) from error
+    return sampling
 
 
 def _requests(
-    target: Target,
     prompts: list[list[int]],
     sampling: SamplingParams,
     num_top_logprobs: int,
     begin_grammar: Callable[[], Grammar] | None,
 ) -> list[Request]:
-    try:
-        check_token_ids(target, sampling)
-    except ValueError as error:
-        raise ApiError(400, str(error), param=str(error).split()[0]) from error
     return [
         Request(prompt, sampling, index, sample_index, num_top_logprobs, begin_grammar)
         for index, prompt in enumerate(prompts)

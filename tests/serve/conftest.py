@@ -43,9 +43,8 @@ def make_engine(target: Target) -> Iterator[Callable[..., SpecEngine]]:
         engine.close()
 
 
-@pytest.fixture
-def start(target: Target) -> Iterator[Callable[..., LiveServer]]:
-    """Starts servers of the tiny target that always draft, and ends them with the test."""
+def _starting(target: Target) -> Iterator[Callable[..., LiveServer]]:
+    """Starts servers of the tiny target that always draft, and ends them."""
     servers: list[LiveServer] = []
 
     def start(*drafters: Drafter, capture: Capture | None = None, is_loaded: bool = True, **options: object) -> LiveServer:
@@ -58,6 +57,11 @@ def start(target: Target) -> Iterator[Callable[..., LiveServer]]:
     yield start
     for server in servers:
         server.close()
+
+
+# For one test, and for a module's tests.
+start = pytest.fixture(_starting, name="start")
+module_start = pytest.fixture(_starting, scope="module", name="module_start")
 
 
 @pytest.fixture(scope="module")
