@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from selfspec.cli.hosts import warn_if_open
+from selfspec.cli.hosts import check_host, warn_if_open
 from selfspec.cli.options import TargetOptions, command, quiet_libraries
 
 
@@ -30,6 +30,7 @@ def register(cli: typer.Typer) -> None:
 
         Example: selfspec app --port 7860
         """
+        check_host(host)
         try:
             import gradio  # noqa: F401
         except ImportError as error:

@@ -171,6 +171,11 @@ def bench_engine(
         assert measured is not None
         encoded = [model.encode(row.prompt) for row in rows]
         prompt_ids = [ids for ids in encoded if len(ids) + max_new_tokens <= model.context_length]
+        if not prompt_ids:
+            raise ValueError(
+                f"--max-new-tokens {max_new_tokens} leaves no room for a prompt in a context of {model.context_length} "
+                "tokens: use fewer"
+            )
     with display.progress("measuring", len(counts) * (repeats + 1)) as advance:
         runs = throughput.run(
             model,

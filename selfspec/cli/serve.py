@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.cli.hosts import warn_if_open
+from selfspec.cli.hosts import check_host, warn_if_open
 from selfspec.cli.options import DraftOptions, TargetOptions, command, quiet_libraries
 from selfspec.serve.options import ServeOptions
 
@@ -34,6 +34,7 @@ def register(cli: typer.Typer) -> None:
 
         Example: selfspec serve --drafter eagle --drafter ngram --port 8000
         """
+        check_host(host)
         try:
             import fastapi  # noqa: F401
             import prometheus_client  # noqa: F401

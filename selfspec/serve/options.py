@@ -36,7 +36,15 @@ class ServeOptions:
     )
 
     def __post_init__(self) -> None:
+        if self.served_name is not None and not self.served_name.strip():
+            raise ValueError("served_name is empty: leave it out, or give one")
+        for name, least in (("max_batch", 1), ("max_waiting", 0), ("cache_tokens", 1), ("prefill_tokens", 1)):
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(f"{name}={value} is not allowed: use {least} or more")
         if not self.drain_seconds >= 0:
             raise ValueError(f"drain_seconds={self.drain_seconds} is not allowed: use 0 or more")
         if any(not key.strip() for key in self.api_key):
             raise ValueError("an api_key is empty: leave it out, or give one")
+        if any(not origin.strip() for origin in self.cors_origin):
+            raise ValueError("a cors_origin is empty: leave it out, or give one such as https://page.example")
