@@ -182,7 +182,7 @@ def _answer(
     planner = None if use_cost_guard else Planner(is_active=False)
     for step in decode(target, [Request(ids, sampling)], drafter=drafter, planner=planner):
         draft_seconds += step.seconds.draft
-        verify_seconds += step.seconds.verify + step.seconds.accept
+        verify_seconds += step.seconds.verify + step.seconds.commit
     return completion_of(step.sequences[0]), draft_seconds, verify_seconds
 
 

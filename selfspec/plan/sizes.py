@@ -17,8 +17,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from selfspec.cache.kv import KVShape
-from selfspec.drafters.shipped import HEAD_TYPES, is_head, shipped_heads
-from selfspec.heads import HEADS
+from selfspec.drafters.names import HEADS, KINDS
+from selfspec.drafters.shipped import is_head, shipped_heads
 from selfspec.heads.base import CONFIG_NAME, DraftHead, find_head, read_config
 from selfspec.heads.eagle import Eagle1Config, EagleConfig, EagleHead
 from selfspec.heads.early_exit import EarlyExitConfig
@@ -195,10 +195,9 @@ def draft_size(spec: str, target: ModelSize) -> DraftSize:
         return DraftSize(
             spec, model.weight_bytes, model.forward, kv_bytes_per_token=model.kv_shape.bytes_per_token(model.dtype)
         )
-    if name not in HEAD_TYPES:
-        raise ValueError(
-            f"drafter {spec!r} is not known: use ngram, truncated:LAYERS, or {', '.join(HEAD_TYPES)}:PATH_OR_ID"
-        )
+    if name not in KINDS or not KINDS[name].heads:
+        heads = ", ".join(kind.name for kind in KINDS.values() if kind.heads)
+        raise ValueError(f"drafter {spec!r} is not known: use ngram, truncated:LAYERS, or {heads}:PATH_OR_ID")
     return _head_size(spec, _head_folder(name, argument, target), target)
 
 
@@ -207,7 +206,7 @@ def _head_folder(drafter: str, source: str, target: ModelSize) -> Path:
         return find_head(source, patterns=(CONFIG_NAME, "README.md"))
     for folder in shipped_heads():
         record = read_config(folder)
-        if record["head_type"] in HEAD_TYPES[drafter] and not _misfits(record["target"], target):
+        if record["head_type"] in KINDS[drafter].head_types and not _misfits(record["target"], target):
             return folder
     raise ValueError(f"no shipped {drafter} head has the shape of {target.name}: name one as {drafter}:PATH_OR_HUB_ID")
 
@@ -222,8 +221,10 @@ def _misfits(record: dict[str, Any], target: ModelSize) -> str:
 def _head_size(spec: str, folder: Path, target: ModelSize) -> DraftSize:
     record = read_config(folder)
     drafter, head_type = spec.partition(":")[0], record["head_type"]
-    if head_type not in HEAD_TYPES[drafter]:
-        raise ValueError(f"{folder} is a {head_type} head: drafter {drafter} serves {' and '.join(HEAD_TYPES[drafter])}")
+    if head_type not in KINDS[drafter].head_types:
+        raise ValueError(
+            f"{folder} is a {head_type} head: drafter {drafter} serves {' and '.join(KINDS[drafter].head_types)}"
+        )
     if misfit := _misfits(record["target"], target):
         raise ValueError(f"{folder} was trained for {record['target']['name']}, and not for {target.name} ({misfit})")
     with torch.device("meta"):
