@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from selfspec.heads.base import TargetIdentity
 from selfspec.heads.eagle import EagleConfig, EagleHead
+from selfspec.heads.early_exit import DistilledDraft, EarlyExitHead
 from selfspec.loop.batch import Batch
 from selfspec.loop.drafter import Drafter, Proposal
 from selfspec.model.target import Target
@@ -119,6 +120,17 @@ def eagle_head(target: Target, **changes: object) -> EagleHead:
         **changes,  # type: ignore[arg-type]
     )
     return EagleHead(config)
+
+
+def exit_head(target: Target, exit_layer: int, *blocks: int, lora_rank: int = 0) -> EarlyExitHead:
+    head = EarlyExitHead.for_target(
+        identity(target), target.model, exit_layer=exit_layer, blocks=blocks, lora_rank=lora_rank
+    )
+    return head.eval()
+
+
+def draft_head(target: Target, *blocks: int) -> DistilledDraft:
+    return DistilledDraft.for_target(identity(target), target.model, blocks=blocks).eval()
 
 
 def random_prompts(count: int, lengths: tuple[int, int], seed: int = 0) -> list[list[int]]:

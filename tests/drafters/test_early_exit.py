@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import FAMILIES, tiny_target
+from support import FAMILIES, draft_head, exit_head, identity, tiny_target
 
 from selfspec import SamplingParams, generate
 from selfspec.drafters import DraftModelDrafter, EarlyExitDrafter, drafter_of
-from selfspec.drafters.shipped import identity, load_head
+from selfspec.drafters.shipped import load_head
 from selfspec.heads.early_exit import DistilledDraft, EarlyExitHead
 from selfspec.model.layers import Resume, decoder_layers
-from selfspec.model.target import FINAL, Target
+from selfspec.model.target import FINAL
 from selfspec.train.module import HeadTraining
 
 PROMPTS = [[1, 2, 3], [4], list(range(20))]
@@ -23,17 +23,6 @@ SAMPLING = SamplingParams(max_new_tokens=25, ignore_eos=True)
 # LoRA needs peft, which the base install leaves out; the tests run with and without it.
 HAS_PEFT = find_spec("peft") is not None
 LORA_FAMILIES = [family for family in FAMILIES if family != "gpt2" and HAS_PEFT]
-
-
-def exit_head(target: Target, exit_layer: int, *blocks: int, lora_rank: int = 0) -> EarlyExitHead:
-    head = EarlyExitHead.for_target(
-        identity(target), target.model, exit_layer=exit_layer, blocks=blocks, lora_rank=lora_rank
-    )
-    return head.eval()
-
-
-def draft_head(target: Target, *blocks: int) -> DistilledDraft:
-    return DistilledDraft.for_target(identity(target), target.model, blocks=blocks).eval()
 
 
 def disturb_lora(head: EarlyExitHead) -> None:
