@@ -179,7 +179,9 @@ def _rotary(config: Eagle1Config) -> tuple[torch.Tensor, float]:
         max_position_embeddings=1 << 30,
         rope_parameters={"rope_theta": config.rope_theta, **config.rope_scaling},
     )
-    return ROPE_INIT_FUNCTIONS[config.rope_scaling["rope_type"]](shape, torch.device("cpu"))
+    # These functions read numbers from tensors, which a head that is built on the meta device must allow as well.
+    with torch.device("cpu"):
+        return ROPE_INIT_FUNCTIONS[config.rope_scaling["rope_type"]](shape, torch.device("cpu"))
 
 
 class EagleMLP(nn.Module):
