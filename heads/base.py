@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -113,24 +115,49 @@ class HeadConfig:
     target: TargetIdentity
 
     def to_dict(self) -> dict[str, Any]:
-        import selfspec
-
-        return {"head_type": self.head_type, "selfspec_version": selfspec.__version__, **asdict(self)}
+        """A JSON object that `from_dict` reads."""
+        return {"head_type": self.head_type, "selfspec_version": installed_version(), **asdict(self)}
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Self:
-        """The config in a JSON object; unknown and missing keys are errors that name them."""
+        """Read the config from a JSON object.
+
+        Raises:
+            ValueError: names unknown and missing keys, and the version that wrote unknown keys if it is newer than this one.
+        """
+        written_by = str(record.get("selfspec_version", ""))
         record = {key: value for key, value in record.items() if key not in ("head_type", "selfspec_version")}
-        known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(record) - known):
-            raise ValueError(f"{CONFIG_NAME} has unknown keys for a {cls.head_type} head: {', '.join(unknown)}")
-        # A field that came later has a default that means what was before it.
-        needed = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
-        if missing := sorted(needed - set(record)):
-            raise ValueError(f"{CONFIG_NAME} lacks keys of a {cls.head_type} head: {', '.join(missing)}")
+        _check_keys(cls, record, f"{CONFIG_NAME} of a head of type {cls.head_type}", written_by)
+        _check_keys(TargetIdentity, record["target"], f"the target in {CONFIG_NAME}", written_by)
         target: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.pop("target").items()}
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
         return cls(target=TargetIdentity(**target), **values)
+
+
+def installed_version() -> str:
+    """This package's version, "unknown" where a checkout is used without being installed."""
+    try:
+        return version("selfspec")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _check_keys(cls: type, record: dict[str, Any], what: str, written_by: str) -> None:
+    if unknown := sorted(set(record) - {f.name for f in fields(cls)}):
+        message = f"{what} has unknown keys: {', '.join(unknown)}"
+        ours = installed_version()
+        if _release(written_by) > _release(ours):
+            message += f"; selfspec {written_by} wrote it and this is version {ours}, so update selfspec"
+        raise ValueError(message)
+    # A field that a later version added has a default, which stands for what older heads did.
+    needed = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
+    if missing := sorted(needed - set(record)):
+        raise ValueError(f"{what} lacks keys: {', '.join(missing)}")
+
+
+def _release(name: str) -> tuple[int, ...]:
+    """(0, 1, 0) from "0.1.0", and () from a name without numbers."""
+    return tuple(int(part) for part in re.findall(r"\d+", name)[:3])
 
 
 class DraftHead(nn.Module):
@@ -162,11 +189,23 @@ class DraftHead(nn.Module):
         Args:
             dtype: of the stored floating-point weights; `torch.int8` stores matrices in 8 bits with a scale per output
                 channel, and the rest in bfloat16.
+
+        Raises:
+            ValueError: some weights are not in the state dict, because the layers were laid out for decoding.
         """
+        weights = self.state_dict()
+        # A new head draws its weights at random; whoever saves while training must find the generator as it was.
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            expected = type(self)(self.config).state_dict()
+        if missing := sorted(set(expected) - set(weights)):
+            raise ValueError(
+                f"this head has no {missing[0]} to save ({len(missing)} of {len(expected)} weights are missing) because its "
+                "layers were laid out for decoding: save a copy that no drafter has used, or load the head again"
+            )
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         state: dict[str, torch.Tensor] = {}
-        for name, value in self.state_dict().items():
+        for name, value in weights.items():
             value = value.detach().cpu().contiguous()
             if dtype == torch.int8 and value.is_floating_point() and value.ndim == 2:
                 state[name], state[name + SCALE_SUFFIX] = quantize(value)
@@ -190,7 +229,7 @@ class DraftHead(nn.Module):
         directory = find_head(source, revision)
         record = read_config(directory)
         if record["head_type"] != cls.config_class.head_type:
-            raise ValueError(f"{source} is a {record['head_type']} head, not a {cls.config_class.head_type} head")
+            raise ValueError(f"{source} is a head of type {record['head_type']}, not {cls.config_class.head_type}")
         try:
             head = cls(cls.config_class.from_dict(record))
             state = load_file(directory / WEIGHTS_NAME)
