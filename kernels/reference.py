@@ -21,6 +21,9 @@ from selfspec.kernels.slots import slots_of
 if TYPE_CHECKING:
     from selfspec.kernels.rms_norm import Norm
 
+# What NaN, -inf and every lower number count as where a tree grows. Sums of it and a logit are finite in float32.
+LEAST = -3.0e38
+
 
 def tree_attention_reference(
     query: torch.Tensor,
@@ -225,10 +228,12 @@ def grow_layer_reference(
     Returns:
         The fields of `tree_growth.Layer`.
     """
-    best = logits.float().log_softmax(-1).topk(num_children, dim=-1)
+    logits = logits.float()
+    best = torch.where(logits > LEAST, logits, LEAST).log_softmax(-1).topk(num_children, dim=-1)
     tokens = best.indices if token_ids is None else token_ids[best.indices]
     tokens = tokens.flatten(1)  # [B, W * k]
     scores = (beam_scores[:, :, None] + best.values).flatten(1)
+    scores = torch.where(scores > LEAST, scores, LEAST)
     parents = beam.repeat_interleave(num_children, dim=1)
     chosen = scores.topk(min(width, tokens.shape[1]), dim=1)
     parent_places = chosen.indices // num_children

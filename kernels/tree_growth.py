@@ -17,12 +17,11 @@ import torch
 
 from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
 from selfspec.kernels.linear import MAX_ROWS
-from selfspec.kernels.reference import grow_layer_reference
+from selfspec.kernels.reference import LEAST, grow_layer_reference
 
 # Logits a program. Candidates and children that the second kernel, whose choices are unrolled, has room for.
 BLOCK_V = 2048
 MAX_CANDIDATES, MAX_CHILDREN = 1 << 15, 16
-LEAST = -3.0e38
 
 
 class Layer(NamedTuple):
@@ -126,6 +125,8 @@ def _grow_layer_kernel(
             token = tl.load(token_ids_ptr + token, mask=mask_w, other=0)
         # What is added is never positive, rounding included.
         score = before + ((best - row_max) - log_total)
+        # Greater than the padding that a child competes with below.
+        score = tl.where(score > LEAST, score, LEAST)
         child = row * K + i
         tl.store(nodes_ptr + child, token, mask=mask_w)
         tl.store(nodes_ptr + num_rows * W * K + child, beam, mask=mask_w)

@@ -9,7 +9,7 @@ import torch
 from kernel_cases import DEVICE, DTYPES, HAS_CUDA, NEEDS_TRITON
 
 from selfspec.kernels import tree_growth as tree_growth_file
-from selfspec.kernels.reference import grow_layer_reference
+from selfspec.kernels.reference import LEAST, grow_layer_reference
 from selfspec.kernels.tree_growth import launch_grow_layer
 
 pytestmark = NEEDS_TRITON
@@ -61,3 +61,34 @@ def test_a_grown_layer_takes_the_first_of_equals() -> None:
     torch.testing.assert_close(scores, torch.full_like(scores, -math.log(9)))
     assert next_beam.tolist() == [[[3, 4, 5, 6]], [[0, 1, 2, 0]], [[0, 0, 0, 1]]]
     assert torch.equal(next_scores, scores[:, :4])
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+def test_what_cannot_be_is_least_in_kernel_and_twin() -> None:
+    """NaN and -inf among the logits, paths that cannot be already, and a width that takes them all."""
+    logits = torch.arange(4 * 3 * 9, device=DEVICE).remainder(17).view(4, 3, 9).float()
+    logits[0, 0, 1:] = -torch.inf
+    logits[0, 1, 2:7] = torch.nan
+    logits[1] = torch.nan
+    logits[2] = -torch.inf
+    logits[3, 0, 4] = -3.3e38
+    logits[3, 1, 4] = torch.inf
+    beam = torch.arange(3, device=DEVICE).expand(4, 3)
+    beam_scores = torch.tensor([0.0, -1.0, LEAST], device=DEVICE).expand(4, 3)
+    logits[0, 2, 1:] = -torch.inf
+    arguments = {"num_children": 5, "width": 15, "first_node": 40, "depth": 3}
+    results = [grow(logits, beam, beam_scores, **arguments) for grow in (launch_grow_layer, grow_layer_reference)]
+    for nodes, scores, next_beam, next_scores in results:
+        assert (scores >= LEAST).all() and (next_scores >= LEAST).all()
+        # Every child is in the next beam, once.
+        assert torch.equal(next_beam[0].sort(1).values, torch.arange(40, 55, device=DEVICE).expand(4, 15))
+        assert torch.equal(next_scores, scores.gather(1, next_beam[0] - 40))
+        assert torch.equal(next_beam[1], nodes[0].gather(1, next_beam[0] - 40))
+    (nodes, scores, _, next_scores), (twin_nodes, twin_scores, _, twin_next_scores) = results
+    torch.testing.assert_close(scores, twin_scores, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(next_scores, twin_next_scores, atol=1e-4, rtol=1e-5)
+    assert torch.equal(nodes[1:], twin_nodes[1:])
+    # Which of several equal ones the twin takes is torch's choice.
+    is_first = torch.zeros_like(scores, dtype=torch.bool)
+    is_first[0, 0], is_first[0, 5:9], is_first[3, :5] = True, True, True
+    assert torch.equal(nodes[0][is_first], twin_nodes[0][is_first])
