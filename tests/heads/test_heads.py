@@ -1,7 +1,7 @@
 """Heads: positions in training are positions in serving, and a folder with a head loads strictly or not at all.
 
-The targets here are automata (the next token is a function of the present one), so that a head that is aligned reaches
-full acceptance and one that is off by a position does not. [H6] [T2]
+The targets here are automata (the next token is a function of the present one), so a head that is aligned reaches full
+acceptance and one that is off by a position does not. [H6] [T2]
 """
 
 from __future__ import annotations

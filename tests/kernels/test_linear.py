@@ -96,7 +96,7 @@ def norm_case(width: int, dtype: torch.dtype, **rule: Any) -> Norm:
     [(1, 1), (40, 24), (130, 33), *(pytest.param(*shape, marks=pytest.mark.gpu) for shape in NORM_SHAPES)],
 )
 def test_a_norm_between_two_layers(width: int, num_inputs: int, dtype: torch.dtype) -> None:
-    """From a layer, and from rows that no layer wrote, into a plain and into a gated layer: as with a norm of its own."""
+    """The same as with a norm of its own: from a layer or from rows that no layer wrote, into a plain or a gated layer."""
     for num_rows, rule in ((1, {}), (7, {"offset": 1.0}), (17, {"is_rounded_first": True}), (130, {})):
         norm = norm_case(width, dtype, **rule)
         x, weight, bias = linear_case(num_rows, width, num_inputs, dtype)
@@ -125,13 +125,13 @@ def test_a_norm_between_two_layers(width: int, num_inputs: int, dtype: torch.dty
 def through_both(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, after: torch.Tensor, norm: Norm
 ) -> tuple[torch.Tensor, ...]:
-    """The sum of squares, and what a plain and a gated layer make of rows whose norm a layer began, or nobody."""
+    """The sum of squares, a plain layer's output for rows whose norm a layer began, a gated layer's for rows as they are."""
     normed = launch_linear_before_norm(x, weight, None, residual, norm)
     nothing = norm.weight.new_empty(len(norm.weight), 0)
     begun = launch_linear_before_norm(normed.hidden[:, :0], nothing, None, normed.hidden, norm)
     assert normed.squares is not None and begun.squares is not None and torch.equal(normed.squares, begun.squares)
     squares = normed.squares
-    # Programs of many rows have twice the outputs; neighbours are added first, so that it is one sum.
+    # Programs of many rows have twice the outputs. Neighbours are added first, so the sum is the same.
     while squares.shape[1] > 1:
         squares = torch.nn.functional.pad(squares, (0, squares.shape[1] % 2)).unflatten(1, (-1, 2)).sum(2)
     return squares, launch_linear(normed, after), launch_linear(begun, after, is_gated=True)
@@ -157,7 +157,7 @@ def test_a_normed_row_is_the_same_in_any_company(width: int, num_inputs: int) ->
 
 
 def test_a_norms_divisor_holds_its_weight() -> None:
-    """A power of two, so that it rounds nothing, and half precision cannot overflow."""
+    """It is a power of two, so it rounds nothing, and half precision cannot overflow."""
     for weight, offset, divisor in (([0.1, -3.0], 0.0, 4.0), ([4.0], 0.0, 4.0), ([0.5], 1.0, 2.0), ([0.0], 0.0, 1.0)):
         assert Norm.of(torch.tensor(weight), 1e-5, offset=offset).divisor == divisor
     norm = Norm.of(torch.full((8,), 60.0, dtype=torch.float16, device=DEVICE), 1e-5)

@@ -42,7 +42,7 @@ def test_noise_is_the_torch_functions() -> None:
     assert torch.equal(out.argmax(1), uniform(keys, positions, Stream.TARGET, 5000).argmin(1))
 
 
-# top-k, temperature, top-p, min-p; the first is greedy, of which the filters must be ignored.
+# top-k, temperature, top-p, min-p. The first is greedy, so its filters must be ignored.
 LAWS = [
     (3, 0.0, 0.5, 0.3),
     (0, 0.8, 1.0, 0.0),

@@ -104,7 +104,7 @@ def test_tree_attention_equals_its_reference(lengths: str, tree: str, heads: str
 def test_tree_attention_equals_its_reference_on_random_trees(
     first: list[int], second: list[int], length: int, window: int
 ) -> None:
-    """[K4] two rows with trees of their own, one of which lies wholly inside the window when the other does not."""
+    """[K4] two rows with trees of their own; one may lie wholly inside the window while the other does not."""
     case = make_case([first, second], [length, 2], seed=length)
     for sliding_window in (None, window):
         expected = case.run_reference(sliding_window=sliding_window)
@@ -171,7 +171,7 @@ def assert_equals_twin(case: Case, **options: object) -> None:
 @pytest.mark.parametrize("tree", PARENTS)
 @pytest.mark.parametrize("lengths", [[0, 21], [31], [90]], ids=str)
 def test_tree_attention_equals_its_twin(lengths: list[int], tree: str, dtype: torch.dtype) -> None:
-    """[K3] on, before and behind the ends of tiles and splits; slots that no row owns are NaN."""
+    """[K3] on, before and after the ends of tiles and splits; slots that no row owns are NaN."""
     case = make_case([PARENTS[tree]] * len(lengths), lengths, SMALL_HEADS["grouped"], dtype=dtype, device=DEVICE)
     assert_equals_twin(case)
 
