@@ -100,6 +100,7 @@ class TreeLayout:
 
     @property
     def depth_bound(self) -> int:
+        """K: no node is deeper."""
         return self.depths.shape[1] - 1 if self.max_depth is None else self.max_depth
 
     @property
