@@ -1,4 +1,4 @@
-"""Trainable draft heads, keyed by the `head_type` in their config.json."""
+"""Trainable draft heads, by the `head_type` that their config.json names."""
 
 from selfspec.heads.base import DraftHead
 from selfspec.heads.eagle import Eagle1Head, EagleHead
