@@ -1,7 +1,7 @@
 """Heads: positions in training are positions in serving, and a folder with a head loads strictly or not at all.
 
-The targets here are automata (the next token is a function of the present one), so that a head that is aligned reaches
-full acceptance and one that is off by a position does not. [H6] [T2]
+The targets here are automata (the next token is a function of the present one), so a head that is aligned reaches full
+acceptance and one that is off by a position does not. [H6] [T2]
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import copy
 import itertools
 import json
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from selfspec.loop.batch import Batch
 from selfspec.loop.drafter import Proposal
 from selfspec.model.fuse import fuse
 from selfspec.model.graphs import Graphs
+from selfspec.model.packed_linear import can_pack, pack_linear_layers
 from selfspec.model.target import FINAL
 from selfspec.train.losses import eagle_loss, medusa_loss
 from selfspec.train.module import HeadTraining
@@ -393,17 +395,70 @@ def test_loading_is_strict(tmp_path: Path) -> None:
     rewrite({**weights, "fc.weight": torch.full_like(weights["fc.weight"], float("nan"))})
     with pytest.raises(ValueError, match=r"fc\.weight holds values that are not finite"):
         EagleHead.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is a eagle head, not a medusa head"):
+    with pytest.raises(ValueError, match="is a head of type eagle, not medusa"):
         MedusaHead.from_pretrained(tmp_path)
     record = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**record, "wings": 2}))
-    with pytest.raises(ValueError, match="unknown keys for a eagle head: wings"):
+    with pytest.raises(ValueError, match="of a head of type eagle has unknown keys: wings$"):
         EagleHead.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="holds no head"):
         EagleHead.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no such folder"):
         EagleHead.from_pretrained(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("written_by", "is_newer"), [("0.0.9", False), (version("selfspec"), False), ("0.10.0", True), ("99", True)]
+)
+@pytest.mark.parametrize("place", ["head", "target"])
+def test_a_key_of_a_newer_version_names_that_version(place: str, written_by: str, is_newer: bool, tmp_path: Path) -> None:
+    reduced_head(tiny_target("llama")).save_pretrained(tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    assert record["selfspec_version"] == version("selfspec")
+    record["selfspec_version"] = written_by
+    (record if place == "head" else record["target"])["wings"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    advice = f"; selfspec {written_by} wrote it and this is version {version('selfspec')}, so update selfspec"
+    with pytest.raises(ValueError, match=rf"has unknown keys: wings{advice if is_newer else ''}$"):
+        EagleHead.from_pretrained(tmp_path)
+
+
+def test_a_key_that_the_target_lacks_is_named(tmp_path: Path) -> None:
+    reduced_head(tiny_target("llama")).save_pretrained(tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    del record["target"]["hidden_size"]
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="the target in config.json lacks keys: hidden_size"):
+        EagleHead.from_pretrained(tmp_path)
+
+
+@pytest.mark.skipif(not can_pack(), reason="this torch build has no packed linear layers")
+def test_a_head_laid_out_for_decoding_is_not_saved(tmp_path: Path) -> None:
+    """Its state has fewer weights than a head of its config, and nothing could load it."""
+    head = eagle_head(tiny_target("llama"), feature_layers=(1, 2, 3))
+    assert pack_linear_layers(head) > 0
+    with pytest.raises(ValueError, match=r"has no fc\.weight to save \(\d+ of \d+ weights are missing\) because its layers"):
+        head.save_pretrained(tmp_path / "head")
+    assert not (tmp_path / "head").exists()
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_a_head_of_any_rotary_scaling_is_saved(kind: str, tmp_path: Path) -> None:
+    scaling: dict[str, object] = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 64}
+    if kind == "llama3":
+        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    head = eagle_head(tiny_target("llama"), rope_scaling=scaling)
+    head.save_pretrained(tmp_path)
+    assert torch.equal(EagleHead.from_pretrained(tmp_path).midlayer.self_attn.inv_freq, head.midlayer.self_attn.inv_freq)
+
+
+def test_saving_draws_no_random_number(tmp_path: Path) -> None:
+    """A training run that saves goes on as one that does not."""
+    head = eagle_head(tiny_target("llama"))
+    before = torch.get_rng_state()
+    head.save_pretrained(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_another_target_is_refused_by_name() -> None:
