@@ -11,7 +11,7 @@ from selfspec.cli.options import TargetOptions, command, quiet_libraries
 
 if TYPE_CHECKING:
     from selfspec.plan.accelerators import Card
-    from selfspec.plan.predict import Acceptance
+    from selfspec.plan.predict import Assumption
     from selfspec.plan.sizes import DraftSize
 
 
@@ -71,7 +71,7 @@ class PlanOptions:
         peak = self.tflops * 1e12 if self.tflops else base.peak
         return dataclasses.replace(base, memory=memory or base.memory, bandwidth=bandwidth, peak=peak)
 
-    def acceptance(self, draft: "DraftSize | None") -> "Acceptance":
+    def acceptance(self, draft: "DraftSize | None") -> "Assumption":
         """What is given, or else what the head's card has measured."""
         from selfspec.plan.predict import NOTHING_DRAFTED, assumed_rates, card_acceptance, measured_length
 

@@ -10,7 +10,7 @@ NUM_DRAFT_TOKENS = 3
 SGLANG_ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE"}
 
 
-def serve(engine: str, method: str, target: str, directory: str, num_draft_tokens: int = NUM_DRAFT_TOKENS) -> str:
+def serve_command(engine: str, method: str, target: str, directory: str, num_draft_tokens: int = NUM_DRAFT_TOKENS) -> str:
     """How to serve a draft of this target; vLLM is told the method, which it would guess from the path."""
     if engine == "speculators":
         # The config names the target.

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from selfspec.drafters.draft_model import check_same_tokenizer
 from selfspec.heads.early_exit import DistilledDraft
-from selfspec.interop.commands import serve
+from selfspec.interop.commands import serve_command
 from selfspec.interop.files import Checkpoint
 from selfspec.model.target import Target
 
@@ -38,4 +38,4 @@ def write_draft_model(head: DistilledDraft, target: Target, engine: str, directo
     student.save_pretrained(directory, state_dict=state)
     if target.tokenizer is not None:
         target.tokenizer.save_pretrained(directory)
-    return [serve(engine, "draft_model", target.name, str(directory))]
+    return [serve_command(engine, "draft_model", target.name, str(directory))]

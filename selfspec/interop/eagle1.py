@@ -6,7 +6,7 @@ import torch
 
 from selfspec.heads.base import TargetIdentity
 from selfspec.heads.eagle import Eagle1Config, Eagle1Head
-from selfspec.interop.commands import serve
+from selfspec.interop.commands import serve_command
 from selfspec.interop.facts import EAGLE1
 from selfspec.interop.files import Checkpoint, Export, fill, is_same_weight, rename
 from selfspec.interop.layer import read_layer, take_embedding, with_all_biases, without_zero_biases, write_layer
@@ -47,4 +47,4 @@ def write_eagle1(head: Eagle1Head, target: Target, dialect: str, directory: str)
     if facts.reads_fc_bias and "fc.bias" not in tensors:
         tensors["fc.bias"] = torch.zeros_like(head.fc.weight[:, 0])
     record = {"architectures": [facts.architecture], **write_layer(config, target, head.fc.weight.dtype)}
-    return Export(record, tensors, [serve(dialect, "eagle", target.name, directory)])
+    return Export(record, tensors, [serve_command(dialect, "eagle", target.name, directory)])

@@ -15,7 +15,7 @@ import torch
 from selfspec.heads.base import TargetIdentity
 from selfspec.heads.eagle import EagleConfig, EagleHead
 from selfspec.interop import facts as dialects
-from selfspec.interop.commands import NUM_DRAFT_TOKENS, serve
+from selfspec.interop.commands import NUM_DRAFT_TOKENS, serve_command
 from selfspec.interop.facts import EAGLE3
 from selfspec.interop.files import Checkpoint, Export, fill, rename
 from selfspec.interop.layer import read_layer, take_embedding, with_all_biases, without_zero_biases, write_layer
@@ -139,7 +139,7 @@ def write_eagle3(head: EagleHead, target: Target, dialect: str, directory: str) 
         record |= layer | {"eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids}}
     else:
         record |= layer | {"eagle_aux_hidden_state_layer_ids": ids}
-    return Export(record, tensors, [serve(dialect, "eagle3", target.name, directory)])
+    return Export(record, tensors, [serve_command(dialect, "eagle3", target.name, directory)])
 
 
 def _features(checkpoint: Checkpoint, dialect: str, target: TargetIdentity) -> tuple[int, ...]:

@@ -148,7 +148,7 @@ def _weight_files(directory: Path, source: str) -> list[Path]:
     for patterns in (SAFE, PICKLES):
         if files := sorted(path for pattern in patterns for path in directory.glob(pattern)):
             return files
-    raise ValueError(f"{source}: there are no weights: no {names([*SAFE, *PICKLES])}")
+    raise ValueError(f"{source}: there are no weights: no {listed([*SAFE, *PICKLES])}")
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:
@@ -194,7 +194,7 @@ def _uninitialised(magnitude: torch.Tensor) -> str | None:
     return None
 
 
-def names(values: Iterable[str]) -> str:
+def listed(values: Iterable[str]) -> str:
     """`a, b and c`."""
     *first, last = values
     return f"{', '.join(first)} and {last}" if first else last

@@ -19,7 +19,7 @@ import torch
 
 from selfspec.heads.base import TargetIdentity
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
-from selfspec.interop.commands import serve
+from selfspec.interop.commands import serve_command
 from selfspec.interop.files import Checkpoint, Export, fill, is_same_weight, rename
 from selfspec.model.target import Target
 
@@ -95,7 +95,7 @@ def write_medusa(head: MedusaHead, target: Target, directory: str) -> Export:
         "vocab_size": config.target.vocab_size,
         "version": "1" if config.has_output_layer else "2",
     }
-    commands = [f"{serve('vllm', 'medusa', target.name, directory, M)}  # vLLM up to 0.32"]
+    commands = [f"{serve_command('vllm', 'medusa', target.name, directory, M)}  # vLLM up to 0.32"]
     if L == 1 or config.has_output_layer:
         commands.append(f"text-generation-launcher --model-id {shlex.quote(directory)}  # TGI")
     return Export(record, tensors, commands, WEIGHTS_NAME)

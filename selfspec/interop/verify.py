@@ -80,7 +80,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Report:
+class HeadReport:
     """Serving, the head's readings (as it is first; none where no convention is open), and what is wrong, if anything."""
 
     serving: Serving
@@ -88,7 +88,7 @@ class Report:
     problem: str | None
 
 
-def verify_head(head: DraftHead, target: Target, prompts: Sequence[Prompt], *, max_new_tokens: int = 64) -> Report:
+def verify_head(head: DraftHead, target: Target, prompts: Sequence[Prompt], *, max_new_tokens: int = 64) -> HeadReport:
     """Check a head against its target, then let it draft the target's greedy answers to some prompts.
 
     Raises:
@@ -98,7 +98,7 @@ def verify_head(head: DraftHead, target: Target, prompts: Sequence[Prompt], *, m
     check_tensors(f"the {head.config.head_type} head", head.state_dict())
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     prompt_ids = [encode(target, prompt, i) for i, prompt in enumerate(prompts)]
-    serving, answers = serve(head, target, prompt_ids, sampling)
+    serving, answers = serving_of(head, target, prompt_ids, sampling)
     heads = {AS_IT_IS: copy.deepcopy(head).to(target.device, target.dtype)}
     heads |= misreadings(heads[AS_IT_IS])
     readings = []
@@ -106,10 +106,10 @@ def verify_head(head: DraftHead, target: Target, prompts: Sequence[Prompt], *, m
         features = sorted({k for each in heads.values() for k in each.features})
         texts = [Text.of(*text, features, target) for text in zip(prompt_ids, answers, strict=True)]
         readings = [Reading(name, hits(each, target, texts)) for name, each in heads.items()]
-    return Report(serving, readings, _problem(serving, readings))
+    return HeadReport(serving, readings, _problem(serving, readings))
 
 
-def serve(
+def serving_of(
     head: DraftHead, target: Target, prompts: Sequence[list[int]], sampling: SamplingParams
 ) -> tuple[Serving, list[list[int]]]:
     """Decode with chains of drafts; also returns the answers."""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-MAX_DRAFT_TOKENS = 16
+MAX_PLANNED_DEPTH = 16
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def best_num_draft_tokens(
     draft_cost: float,
     verify_cost: Callable[[int], float] = lambda num_nodes: 1.0,
     *,
-    limit: int = MAX_DRAFT_TOKENS,
+    limit: int = MAX_PLANNED_DEPTH,
 ) -> int:
     """How long a chain decodes fastest, 0 where drafting does not pay (section 3.3 of https://arxiv.org/abs/2211.17192).
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from selfspec.plan.accelerators import Card
 from selfspec.plan.formulas import (
-    MAX_DRAFT_TOKENS,
+    MAX_PLANNED_DEPTH,
     TreeGain,
     acceptance_rate_of,
     best_trees,
@@ -31,11 +31,11 @@ RUNTIME_BYTES = 1 << 30
 # Of the card's memory, what CUDA graphs may hold (see `selfspec.model.graphs`).
 GRAPHS_SHARE = 0.1
 # The longest piece of a prompt that one pass reads.
-PREFILL_CHUNK = 512
+PREFILL_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class Assumption:
     """How much of what is drafted holds.
 
     Attributes:
@@ -47,33 +47,33 @@ class Acceptance:
     source: str
 
 
-NOTHING_DRAFTED = Acceptance([TreeGain(1, 0, 1.0)], "nothing is drafted")
+NOTHING_DRAFTED = Assumption([TreeGain(1, 0, 1.0)], "nothing is drafted")
 
 
 def assumed_rates(
     rank_rates: Sequence[float], draft: DraftSize, *, depth: int | None = None, num_nodes: int | None = None
-) -> Acceptance:
+) -> Assumption:
     """Chains from one rate, the best trees from rates by rank; `depth` and `num_nodes` are the most that is looked at."""
-    most = draft.depth if draft.is_depth_limit else MAX_DRAFT_TOKENS
+    most = draft.depth if draft.is_depth_limit else MAX_PLANNED_DEPTH
     max_depth = min(depth or most, most)
     max_nodes = num_nodes or (max_depth + 1 if len(rank_rates) == 1 else 64)
     trees = best_trees(rank_rates, max_depth=max_depth, max_nodes=max_nodes)
     rates = ", ".join(f"{rate:g}" for rate in rank_rates)
-    return Acceptance(trees, f"assumed: a draft token holds with chance {rates}{' by rank' * (len(rank_rates) > 1)}")
+    return Assumption(trees, f"assumed: a draft token holds with chance {rates}{' by rank' * (len(rank_rates) > 1)}")
 
 
 def measured_length(
     length: float, draft: DraftSize, *, depth: int | None = None, num_nodes: int | None = None, source: str = "given"
-) -> Acceptance:
+) -> Assumption:
     """From a measured acceptance length: the chain rate that explains it, and trees that keep their nodes at each depth."""
     K = depth or draft.depth
     rate = acceptance_rate_of(length, K)
     size = max(num_nodes or (draft.num_nodes if depth is None else 0), K + 1)
     source = f"{source}: acceptance length {length:g} at depth {K}, {size} nodes"
-    return Acceptance(_prefixes(K, size, lambda k: expected_tokens(rate, k)), source)
+    return Assumption(_prefixes(K, size, lambda k: expected_tokens(rate, k)), source)
 
 
-def card_acceptance(draft: DraftSize, *, depth: int | None = None, num_nodes: int | None = None) -> Acceptance:
+def card_acceptance(draft: DraftSize, *, depth: int | None = None, num_nodes: int | None = None) -> Assumption:
     """What a head's model card has measured: its rates by depth, or its acceptance length; to `depth` at most.
 
     Raises:
@@ -88,7 +88,7 @@ def card_acceptance(draft: DraftSize, *, depth: int | None = None, num_nodes: in
         by_depth = [float(cell) for cell in rates[1].split("|")]
         K = len(by_depth)
         trees = _prefixes(K, max(size, K + 1), lambda k: expected_tokens_by_depth(by_depth[:k]))
-        found = Acceptance(trees, f"the head's card: acceptance rates to depth {K}")
+        found = Assumption(trees, f"the head's card: acceptance rates to depth {K}")
     elif length:
         K = int(said_depth[1]) if said_depth and not draft.is_depth_limit else draft.depth
         found = measured_length(float(length[1]), draft, depth=K, num_nodes=size, source="the head's card")
@@ -154,7 +154,7 @@ class Plan:
     def best(self) -> Choice:
         return max(self.choices, key=lambda choice: choice.speedup)
 
-    def shown_choices(self, limit: int = MAX_DRAFT_TOKENS + 1) -> list[Choice]:
+    def shown_choices(self, limit: int = MAX_PLANNED_DEPTH + 1) -> list[Choice]:
         """Few enough to read, evenly spread, with the best and the two ends among them."""
         count = len(self.choices)
         if count <= limit:
@@ -172,7 +172,7 @@ class Plan:
 def make_plan(
     target: ModelSize,
     draft: DraftSize | None,
-    acceptance: Acceptance,
+    acceptance: Assumption,
     card: Card,
     *,
     batch_size: int = 1,
@@ -229,7 +229,7 @@ def memory_of(
     nodes = num_rows * num_nodes
     # A layer's inputs, residual, norms and projections, and the two halves of its MLP; logits as they are and in float32.
     width = 6 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
-    activations = max(nodes, PREFILL_CHUNK) * width * itemsize + nodes * text.vocab_size * (itemsize + 4)
+    activations = max(nodes, PREFILL_TOKENS) * width * itemsize + nodes * text.vocab_size * (itemsize + 4)
     return {
         "weights": target.weight_bytes,
         "KV cache": kv_bytes(target.kv_shape.bytes_per_token(target.dtype), **num_slots),
