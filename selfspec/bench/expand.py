@@ -39,6 +39,8 @@ from selfspec.model.target import Target
 # The standard deviation of the random weights, about that of a large model's.
 NOISE = 0.02
 SEED = 0
+# No rows at all.
+NONE = slice(0)
 # How far the logits may be from the original's. float32 agrees to about 1e-6; low precision rounds the scaled weights again.
 TOLERANCE = {torch.float32: 1e-3}
 LOW_PRECISION_TOLERANCE = 0.2
@@ -112,7 +114,7 @@ def expand(model: PreTrainedModel, shape: ExpandedShape) -> PreTrainedModel:
     new.model.rotary_emb = type(new.model.rotary_emb)(config=config).to(fill.device)
 
     vocabulary = torch.arange(old.vocab_size)
-    fill.linear(new.model.embed_tokens, model.model.embed_tokens, vocabulary, fill.hidden(), is_random=False)
+    fill.linear(new.model.embed_tokens, model.model.embed_tokens, vocabulary, fill.hidden(), noise=NONE)
     fill.linear(new.lm_head, model.get_output_embeddings(), vocabulary, fill.hidden())
     fill.norm(new.model.norm, model.model.norm)
     real = dict(zip(layer_positions(old.num_hidden_layers, shape.num_layers), model.model.layers, strict=True))
@@ -230,7 +232,7 @@ def _expand_eagle(head: EagleHead, target: Target, fill: _Fill) -> EagleHead:
         fill.norm(new_norm, norm)
     if config.has_input_norm:
         fill.norm(new.input_norm, head.input_norm, features)
-    fill.linear(new.fc, head.fc, fill.hidden(), features, writes_hidden=True)
+    fill.linear(new.fc, head.fc, fill.hidden(), features, noise=fill.used)
     layer, source = new.midlayer, head.midlayer
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         fill.norm(layer.get_submodule(name), source.get_submodule(name))
@@ -251,7 +253,7 @@ def _expand_medusa(head: MedusaHead, target: Target, fill: _Fill) -> MedusaHead:
     for new_blocks, blocks in zip(new.heads, head.heads, strict=True):
         for new_block, block in zip(new_blocks.children(), blocks.children(), strict=True):
             # Rows without a source stay zero, because silu(0) = 0.
-            fill.linear(new_block.get_submodule("linear"), block.get_submodule("linear"), hidden, hidden, writes_hidden=True)
+            fill.linear(new_block.get_submodule("linear"), block.get_submodule("linear"), hidden, hidden, noise=fill.used)
     for new_output, output in zip(new.outputs, head.outputs, strict=True):
         fill.linear(new_output, output, torch.arange(head.config.target.vocab_size), hidden)
     if new.root_norm is not None and head.root_norm is not None:
@@ -259,7 +261,7 @@ def _expand_medusa(head: MedusaHead, target: Target, fill: _Fill) -> MedusaHead:
         # None means float32's eps, because the norm is computed in float32 whatever the dtype of the weights.
         eps = head.root_norm.eps
         new.root_norm.eps = (torch.finfo(torch.float32).eps if eps is None else eps) * fill.ratio
-        fill.linear(new.root_proj, head.root_proj, hidden, hidden, writes_hidden=True)
+        fill.linear(new.root_proj, head.root_proj, hidden, hidden, noise=fill.used)
     return new
 
 
@@ -268,6 +270,7 @@ class _Fill:
 
     Attributes:
         ratio: h / H, the share of the hidden columns that is used.
+        used: the rows of a matrix that write these columns.
     """
 
     def __init__(self, hidden_size: int, shape: ExpandedShape, device: torch.device, dtype: torch.dtype) -> None:
@@ -275,6 +278,7 @@ class _Fill:
         self.device = device
         self.dtype = dtype
         self.ratio = hidden_size / shape.hidden_size
+        self.used = slice(hidden_size)
         self._hidden_size = hidden_size
         self._generator = torch.Generator(device).manual_seed(SEED)
 
@@ -297,24 +301,16 @@ class _Fill:
         columns: torch.Tensor,
         *,
         scale: float = 1.0,
-        is_random: bool = True,
-        writes_hidden: bool = False,
-        blank: slice = slice(0),
+        noise: slice = slice(None),
     ) -> None:
         """Put the old matrix [len(rows), len(columns)] and its bias at these rows and columns of the new ones.
 
         Args:
-            is_random: fill the other entries with noise instead of zeros.
-            writes_hidden: rows without a source write hidden columns, so they stay zero.
-            blank: rows whose other entries are zero in any case.
+            noise: the rows of the new matrix whose other entries are random; those of all other rows are zero.
         """
         rows, columns = rows.to(self.device), columns.to(self.device)
         weight = torch.zeros(new.weight.shape, dtype=self.dtype, device=self.device)
-        if is_random and writes_hidden:
-            weight[: self._hidden_size].normal_(0, NOISE, generator=self._generator)
-        elif is_random:
-            weight.normal_(0, NOISE, generator=self._generator)
-        weight[blank] = 0
+        weight[noise].normal_(0, NOISE, generator=self._generator)
         weight[rows[:, None], columns] = self._scaled(old.weight, scale)
         new.weight = nn.Parameter(weight, requires_grad=False)
         if getattr(old, "bias", None) is not None:
@@ -336,16 +332,16 @@ class _Fill:
 
         # Queries are zero in the dimensions in which keys are noise.
         queries = places(num_heads, rotary)
-        self.linear(new.q_proj, old.q_proj, queries, columns, scale=(D / head_dim) ** 0.5, blank=slice(num_heads * D))
+        self.linear(new.q_proj, old.q_proj, queries, columns, scale=(D / head_dim) ** 0.5, noise=slice(num_heads * D, None))
         self.linear(new.k_proj, old.k_proj, places(num_kv_heads, rotary), columns)
         self.linear(new.v_proj, old.v_proj, places(num_kv_heads, plain), columns)
-        self.linear(new.o_proj, old.o_proj, self.hidden(), places(num_heads, plain), is_random=False)
+        self.linear(new.o_proj, old.o_proj, self.hidden(), places(num_heads, plain), noise=NONE)
 
     def mlp(self, new: Any, old: Any) -> None:
         units = torch.arange(old.gate_proj.weight.shape[0])
         self.linear(new.gate_proj, old.gate_proj, units, self.hidden())
         self.linear(new.up_proj, old.up_proj, units, self.hidden())
-        self.linear(new.down_proj, old.down_proj, self.hidden(), units, is_random=False)
+        self.linear(new.down_proj, old.down_proj, self.hidden(), units, noise=NONE)
 
     def _scaled(self, values: torch.Tensor, scale: float) -> torch.Tensor:
         values = values.detach().to(self.device)

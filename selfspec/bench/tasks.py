@@ -23,8 +23,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from selfspec.api import Completion, completion_of
-from selfspec.bench.compare import PLAIN, WARM_UP, transformers_run
-from selfspec.bench.packaged import BENCHMARKS, DATA
+from selfspec.bench.compare import PLAIN, WARM_UP, TimedAnswer, transformers_run
 from selfspec.config import SamplingParams
 from selfspec.drafters import Drafter
 from selfspec.loop.decode import decode
@@ -33,6 +32,10 @@ from selfspec.loop.sequence import Request
 from selfspec.model.target import Target
 from selfspec.plan.formulas import speedup
 from selfspec.traffic.prompt_files import PromptRow, read_prompts
+
+DATA = Path(__file__).parents[1] / "data"
+BENCHMARKS = ("spec_bench", "humaneval")
+DEMO_PROMPTS = DATA / "demo_prompts.jsonl"
 
 # The baselines are this runtime's plain decoding (`PLAIN`) and transformers' generate.
 BASELINE = "transformers"
@@ -117,63 +120,62 @@ def spread(rows: Sequence[PromptRow], count: int) -> list[PromptRow]:
     return [rows[i * len(rows) // count] for i in range(count)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class TaskSettings:
+    """How to answer the prompts.
+
+    Attributes:
+        baseline_source: what transformers runs: a path or Hub id to load, or the model itself; None leaves it out.
+    """
+
+    sampling: SamplingParams
+    use_cost_guard: bool = True
+    baseline_source: str | PreTrainedModel | None = None
+
+
+# What answered, and the seconds of its prefill, its drafting and its target passes, as far as they are known.
+Answered = tuple[Completion | TimedAnswer, float | None, float | None, float | None]
+
+
 def measure_tasks(
     target: Target,
     tasks: Mapping[str, Sequence[PromptRow]],
     drafters: Mapping[str, Drafter | None],
+    settings: TaskSettings,
     *,
-    sampling: SamplingParams,
-    use_cost_guard: bool = True,
-    baseline_source: str | PreTrainedModel | None = None,
     on_prompt: Callable[[], None] = lambda: None,
 ) -> list[Measurement]:
-    """Answer every prompt with plain decoding, with each drafter, and with transformers if `baseline_source` is given.
-
-    Args:
-        baseline_source: what transformers runs: a path or Hub id to load, or the model itself.
-    """
+    """Answer every prompt with plain decoding, with each drafter, and with transformers if the settings name a baseline."""
     modes = {PLAIN: None, **drafters}
     prompts = [(task, row, target.encode(row.prompt)) for task, rows in tasks.items() for row in rows]
+    sampling, source = settings.sampling, settings.baseline_source
     for drafter in modes.values():
         _answer(target, prompts[0][2], drafter, WARM_UP)
     baseline = None
-    if baseline_source is not None:
-        baseline = transformers_run(target, [ids for _, _, ids in prompts], sampling=sampling, source=baseline_source)
+    if source is not None:
+        baseline = transformers_run(target, [ids for _, _, ids in prompts], sampling=sampling, source=source)
     measurements = []
     for task, row, ids in prompts:
-        expected: list[int] = []
-        for mode, drafter in modes.items():
-            completion, draft_seconds, verify_seconds = _answer(
-                target, ids, drafter, sampling, use_cost_guard=use_cost_guard
-            )
-            if mode == PLAIN:
-                expected = completion.token_ids
-            measurements.append(
-                Measurement(
-                    task,
-                    str(row.id),
-                    mode,
-                    completion.seconds,
-                    completion.prefill_seconds,
-                    len(completion.token_ids),
-                    completion.num_target_passes,
-                    completion.token_ids == expected,
-                    draft_seconds,
-                    verify_seconds,
-                )
-            )
+        answers = {
+            mode: _answer(target, ids, drafter, sampling, use_cost_guard=settings.use_cost_guard)
+            for mode, drafter in modes.items()
+        }
         if baseline is not None:
-            answer = next(baseline)
+            answers[BASELINE] = next(baseline), None, None, None
+        expected = answers[PLAIN][0].token_ids
+        for mode, (answer, prefill_seconds, draft_seconds, verify_seconds) in answers.items():
             measurements.append(
                 Measurement(
-                    task,
-                    str(row.id),
-                    BASELINE,
-                    answer.seconds,
-                    None,
-                    len(answer.token_ids),
-                    answer.num_target_passes,
-                    answer.token_ids == expected,
+                    task=task,
+                    prompt_id=str(row.id),
+                    mode=mode,
+                    seconds=answer.seconds,
+                    prefill_seconds=prefill_seconds,
+                    num_tokens=len(answer.token_ids),
+                    num_target_passes=answer.num_target_passes,
+                    is_identical=answer.token_ids == expected,
+                    draft_seconds=draft_seconds,
+                    verify_seconds=verify_seconds,
                 )
             )
         on_prompt()
@@ -182,14 +184,15 @@ def measure_tasks(
 
 def _answer(
     target: Target, ids: list[int], drafter: Drafter | None, sampling: SamplingParams, *, use_cost_guard: bool = True
-) -> tuple[Completion, float, float]:
-    """The completion, seconds spent drafting and seconds in target passes, by the host clock that the planner uses."""
+) -> Answered:
+    """Answer one prompt. The times of drafting and target passes are by the host clock that the planner uses."""
     draft_seconds = verify_seconds = 0.0
     planner = None if use_cost_guard else Planner(is_active=False)
     for step in decode(target, [Request(ids, sampling)], drafter=drafter, planner=planner):
         draft_seconds += step.seconds.draft
         verify_seconds += step.seconds.verify + step.seconds.accept
-    return completion_of(step.sequences[0]), draft_seconds, verify_seconds
+    completion = completion_of(step.sequences[0])
+    return completion, completion.prefill_seconds, draft_seconds, verify_seconds
 
 
 def summarise_tasks(measurements: Sequence[Measurement]) -> dict[str, dict[str, Summary]]:

@@ -79,35 +79,46 @@ def mixed(rows: Sequence[PromptRow]) -> list[PromptRow]:
     return sorted(shuffled, key=lambda row: places[row.id])
 
 
+@dataclass(frozen=True, kw_only=True)
+class ThroughputSettings:
+    """What to measure.
+
+    Attributes:
+        streams: numbers of streams, each measured by itself.
+        num_repeats: how many pairs of runs count.
+        rounds: answers per stream and repeat. A stream starts its next answer as soon as one ends.
+    """
+
+    streams: Sequence[int]
+    num_repeats: int
+    rounds: int
+    sampling: SamplingParams
+    use_cost_guard: bool = True
+
+
 def measure_throughput(
     target: Target,
     drafter: Drafter,
     prompts: Sequence[list[int]],
+    settings: ThroughputSettings,
     *,
-    streams: Sequence[int],
-    num_repeats: int,
-    rounds: int,
-    sampling: SamplingParams,
-    use_cost_guard: bool = True,
     on_run: Callable[[], None] = lambda: None,
 ) -> list[ThroughputRun]:
     """Measure every number of streams.
 
-    Args:
-        rounds: answers per stream and repeat. A stream starts its next answer as soon as one ends.
-
     Raises:
         ValueError: there are too few prompts to use each only once.
     """
-    needed = max(streams) * rounds * (num_repeats + 1)
+    num_parts, sampling = settings.num_repeats + 1, settings.sampling
+    needed = max(settings.streams) * settings.rounds * num_parts
     if len(prompts) < needed:
         raise ValueError(
             f"{needed} prompts are needed, and there are {len(prompts)}: give more, or fewer streams or repeats"
         )
     runs = []
-    for num_streams in streams:
-        size = num_streams * rounds
-        parts = [prompts[repeat * size : (repeat + 1) * size] for repeat in range(num_repeats + 1)]
+    for num_streams in settings.streams:
+        size = num_streams * settings.rounds
+        parts = [prompts[repeat * size : (repeat + 1) * size] for repeat in range(num_parts)]
         most = max(len(prompt) for part in parts for prompt in part) + sampling.max_new_tokens
         engines = {
             mode: SpecEngine(
@@ -117,7 +128,7 @@ def measure_throughput(
                 max_waiting=size,
                 # Room for every stream's text and drafts, because preemption is not what is measured.
                 cache_tokens=num_streams * (most + 64),
-                use_cost_guard=use_cost_guard,
+                use_cost_guard=settings.use_cost_guard,
             )
             for mode, drafters in {PLAIN: [], drafter.name: [drafter]}.items()
         }

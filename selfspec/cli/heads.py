@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.bench.packaged import DEMO_PROMPTS
 from selfspec.cli.options import TargetOptions, command, quiet_libraries
 from selfspec.traffic.prompt_files import PromptRow, read_prompts
 
@@ -95,7 +94,9 @@ def verify_head(
     *,
     head: HeadArgument,
     target: TargetOptions,
-    prompt_file: Annotated[Path, typer.Option("--prompt-file", help="prompts to draft for")] = DEMO_PROMPTS,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompt-file", help="prompts to draft for; a dozen packaged prompts by default")
+    ] = None,
     num_prompts: Annotated[int, typer.Option("--num-prompts", help="how many of the prompts to use", min=1)] = 12,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="most tokens for each answer", min=2)] = 64,
 ) -> None:
@@ -103,12 +104,12 @@ def verify_head(
 
     With --adapter, acceptance without it is shown as well.
     """
-    rows = read_prompts(prompt_file)[:num_prompts]
-
+    from selfspec.bench.tasks import DEMO_PROMPTS
     from selfspec.cli import display
     from selfspec.interop import load_as_stored
     from selfspec.interop.verify import verify_head
 
+    rows = read_prompts(prompt_file or DEMO_PROMPTS)[:num_prompts]
     adapters: dict[str | None, str] = {None: "served"}
     if target.adapter is not None:
         adapters = {None: "served without the adapter", target.adapter: "served with it"}

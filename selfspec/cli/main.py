@@ -219,9 +219,11 @@ def bench(
             loaded.target,
             tasks,
             loaded.drafters,
-            sampling=sampling,
-            use_cost_guard=not draft.no_cost_guard,
-            baseline_source=loaded.baseline if baseline else None,
+            benchmark.TaskSettings(
+                sampling=sampling,
+                use_cost_guard=not draft.no_cost_guard,
+                baseline_source=loaded.baseline if baseline else None,
+            ),
             on_prompt=advance,
         )
     display.show_benchmark(benchmark.summarise_tasks(measurements), benchmark.environment(loaded.target))
@@ -269,11 +271,13 @@ def bench_engine(
             model,
             measured,
             prompt_ids,
-            streams=counts,
-            num_repeats=repeats,
-            rounds=rounds,
-            sampling=sampling,
-            use_cost_guard=not draft.no_cost_guard,
+            throughput.ThroughputSettings(
+                streams=counts,
+                num_repeats=repeats,
+                rounds=rounds,
+                sampling=sampling,
+                use_cost_guard=not draft.no_cost_guard,
+            ),
             on_run=advance,
         )
     display.show_throughput(throughput.summarise_throughput(runs), benchmark.environment(model))

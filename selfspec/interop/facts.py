@@ -117,7 +117,7 @@ def features_of(ids: Sequence[int], facts: Eagle3Facts, model_type: str, num_lay
 
 
 def layer_ids_of(features: Sequence[int], facts: Eagle3Facts, model_type: str, num_layers: int) -> list[int]:
-    """The layer ids to write into a config, so that `features_of` gives these features.
+    """The layer ids to write into a config, from which `features_of` gives these features.
 
     Raises:
         ValueError: no ids give these features; the message says why.

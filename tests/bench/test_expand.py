@@ -42,7 +42,7 @@ def randomise(module: torch.nn.Module) -> None:
 
 
 def original(family: str = "llama") -> Target:
-    # An eps of the order of the hidden state's squares, so that its scaling counts.
+    # An eps as large as the hidden state's squares, or its scaling would not be noticed.
     model = tiny_model(family, rms_norm_eps=0.05)
     for name, parameter in model.named_parameters():
         if "norm" in name:

@@ -1,4 +1,4 @@
-"""The benchmark: every mode answers, and the cost model's prediction stands beside what was measured."""
+"""The benchmark: every mode answers, and shows the cost model's prediction next to the measured speed-up."""
 
 from __future__ import annotations
 
