@@ -165,7 +165,10 @@ def register(cli: typer.Typer) -> None:
         draft: DraftOptions,
         options: RuntimeOptions,
     ) -> None:
-        """Measure steps against the device's floor, the loop's stages, tokens per second, and the cost model's promise."""
+        """Measure steps against the device's floor, the loop's stages, tokens per second, and the cost model's promise.
+
+        Example: selfspec bench-runtime --drafters ngram,eagle --nodes 1,16 --json runtime.json
+        """
         from selfspec.bench import report as runtime_report
         from selfspec.bench.runtime import measure_runtime
         from selfspec.cli import display

@@ -41,7 +41,10 @@ def import_head(
         typer.Option("--norm-before-residual/--no-norm-before-residual", help="needed if an EAGLE-3 config does not say"),
     ] = None,
 ) -> None:
-    """Convert a Medusa, EAGLE, EAGLE-3 or speculators checkpoint to a selfspec head."""
+    """Convert a Medusa, EAGLE, EAGLE-3 or speculators checkpoint to a selfspec head.
+
+    Example: selfspec import PATH_OR_ID --target PATH_OR_ID --output heads/imported
+    """
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"{output} is not empty: name a new directory")
     if feature_layers is not None and not re.fullmatch(r"\d+(,\d+)*", feature_layers):
@@ -78,7 +81,10 @@ def export(
     output: OutputOption,
     target: TargetOptions,
 ) -> None:
-    """Write a head for another engine, and show the command that serves it there."""
+    """Write a head for another engine, and show the command that serves it there.
+
+    Example: selfspec export heads/mine --format vllm --output exported
+    """
     from selfspec.cli import display
     from selfspec.interop import export_head
 
@@ -102,7 +108,9 @@ def verify_head(
 ) -> None:
     """Check a head against its target: shapes, vocabulary, fingerprints, and acceptance at every position.
 
-    With --adapter, acceptance without it is shown as well.
+    With --adapter, it also shows the acceptance without the adapter.
+
+    Example: selfspec verify-head heads/mine --num-prompts 24
     """
     from selfspec.bench.tasks import DEMO_PROMPTS
     from selfspec.cli import display

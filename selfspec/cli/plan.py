@@ -120,7 +120,10 @@ def register(cli: typer.Typer) -> None:
         options: PlanOptions,
         as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     ) -> None:
-        """Predict memory, the best draft size and the speed-up on an accelerator, without loading weights."""
+        """Predict memory, the best draft size and the speed-up on an accelerator, without loading weights.
+
+        Example: selfspec plan --drafter eagle --gpu h100 --batch-size 8
+        """
         quiet_libraries()
         from selfspec.cli import display
         from selfspec.plan.predict import make_plan
