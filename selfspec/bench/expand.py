@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -177,13 +178,9 @@ def expand_head(head: DraftHead, target: Target) -> DraftHead:
     config = target.config
     shape = ExpandedShape(config.hidden_size, config.num_hidden_layers, config.intermediate_size, config.head_dim)
     fill = _Fill(head.config.target.hidden_size, shape, target.device, target.dtype)
-    if isinstance(head, EagleHead):
-        new: DraftHead = _expand_eagle(head, target, fill)
-    elif isinstance(head, MedusaHead):
-        new = _expand_medusa(head, target, fill)
-    else:
+    if (expand_kind := EXPANSIONS.get(type(head))) is None:
         raise ValueError(f"{head.config.head_type} heads cannot be expanded: use {' or '.join(EXPANDABLE)}")
-    return new.to(dtype=target.dtype).eval().requires_grad_(False)
+    return expand_kind(head, target, fill).to(dtype=target.dtype).eval().requires_grad_(False)
 
 
 def expanded_drafter(
@@ -263,6 +260,12 @@ def _expand_medusa(head: MedusaHead, target: Target, fill: _Fill) -> MedusaHead:
         new.root_norm.eps = (torch.finfo(torch.float32).eps if eps is None else eps) * fill.ratio
         fill.linear(new.root_proj, head.root_proj, hidden, hidden, noise=fill.used)
     return new
+
+
+EXPANSIONS: dict[type[DraftHead], Callable[[Any, Target, _Fill], DraftHead]] = {
+    EagleHead: _expand_eagle,
+    MedusaHead: _expand_medusa,
+}
 
 
 class _Fill:

@@ -6,7 +6,9 @@ stops.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from selfspec.drafters.shipped import identity
 from selfspec.heads import HEADS
@@ -17,11 +19,18 @@ from selfspec.heads.medusa import MedusaHead
 from selfspec.interop.draft_model import check_draft_model, is_draft_model, write_draft_model
 from selfspec.interop.eagle1 import is_eagle1, read_eagle1, write_eagle1
 from selfspec.interop.eagle3 import Conventions, is_eagle3, read_eagle3, write_eagle3
-from selfspec.interop.files import read_checkpoint
+from selfspec.interop.files import Export, read_checkpoint
 from selfspec.interop.medusa import is_medusa, read_medusa, write_medusa
 from selfspec.model.target import Target
 
 FORMATS = ("vllm", "sglang", "speculators", "medusa")
+
+# Writers of heads that keep their form, each with the formats it takes. A distilled draft is written as a model instead.
+WRITERS: dict[type[DraftHead], tuple[tuple[str, ...], Callable[[Any, Target, str, str], Export]]] = {
+    MedusaHead: (("medusa", "vllm"), write_medusa),
+    EagleHead: (("vllm", "sglang", "speculators"), write_eagle3),
+    Eagle1Head: (FORMATS, write_eagle1),
+}
 
 
 def import_head(
@@ -62,14 +71,10 @@ def export_head(source: str, target: Target, engine: str, directory: Path) -> li
     head.config.target.check(identity(target))
     if isinstance(head, DistilledDraft):
         return write_draft_model(head, target, engine, directory)
-    if isinstance(head, MedusaHead) and engine in ("medusa", "vllm"):
-        export = write_medusa(head, target, str(directory))
-    elif isinstance(head, EagleHead) and engine != "medusa":
-        export = write_eagle3(head, target, engine, str(directory))
-    elif isinstance(head, Eagle1Head):
-        export = write_eagle1(head, target, engine, str(directory))
-    else:
+    formats, write = WRITERS.get(type(head), ((), None))
+    if write is None or engine not in formats:
         raise ValueError(f"{engine} has no {head.config.head_type} heads: choose another format or serve it with selfspec")
+    export = write(head, target, engine, str(directory))
     export.save(directory)
     return export.commands
 

@@ -69,8 +69,8 @@ def read_medusa(checkpoint: Checkpoint, target: Target, identity: TargetIdentity
     return head
 
 
-def write_medusa(head: MedusaHead, target: Target, directory: str) -> Export:
-    """Write a folder that both vLLM and TGI load."""
+def write_medusa(head: MedusaHead, target: Target, dialect: str, directory: str) -> Export:
+    """Write a folder that both vLLM and TGI load, the same for every dialect."""
     config = head.config
     if config.has_root_input:
         raise ValueError("medusa cannot express this head: it has_root_input, but other engines' heads read no token")

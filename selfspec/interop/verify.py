@@ -191,28 +191,33 @@ def _drafts(head: DraftHead, target: Target, text: Text) -> torch.Tensor:
 
 def misreadings(head: DraftHead) -> dict[str, DraftHead]:
     """Copies of the head, each with one convention the other way, by a name for it. They share the weights."""
-    others: dict[str, DraftHead] = {}
     if isinstance(head, EagleHead):
-        config, last = head.config, head.config.target.num_layers
-        for name, shift in (("lower", -1), ("higher", 1)):
-            features = tuple(k + shift for k in config.feature_layers)
-            if 0 <= min(features) and max(features) <= last:
-                others[f"feature layers one {name}: {','.join(map(str, features))}"] = _twin(head, feature_layers=features)
-        others["norm_before_residual the other way"] = _twin(head, norm_before_residual=not config.norm_before_residual)
-        others["the other of normed and plain output fed back"] = _twin(head, feeds_normed=not config.feeds_normed)
-        counting = torch.arange(len(head.d2t), device=head.d2t.device)
-        for name, ids in (("left out", counting), ("taken for target ids", head.d2t)):
-            is_map = int(ids.min()) >= 0 and int(ids.max()) < config.target.vocab_size and len(ids.unique()) == len(ids)
-            if is_map and not torch.equal(ids, head.draft_ids):
-                others[f"d2t {name}"] = _twin(head, {"d2t": ids - counting})
-    elif isinstance(head, Eagle1Head):
+        return _eagle3_misreadings(head)
+    if isinstance(head, Eagle1Head):
         embedded, hidden = head.fc.weight.chunk(2, dim=1)
-        others["fc with the hidden state first"] = _twin(head, {"fc.weight": torch.cat([hidden, embedded], dim=1)})
-    elif isinstance(head, MedusaHead) and head.config.num_heads > 1:
+        return {"fc with the hidden state first": _twin(head, {"fc.weight": torch.cat([hidden, embedded], dim=1)})}
+    if isinstance(head, MedusaHead) and head.config.num_heads > 1:
         later = copy.deepcopy(head)
         later.config = replace(head.config, num_heads=head.config.num_heads - 1)
         later.heads, later.outputs = head.heads[1:], head.outputs[1:]
-        others["heads one position on: the first repeats the LM head"] = later
+        return {"heads one position on: the first repeats the LM head": later}
+    return {}
+
+
+def _eagle3_misreadings(head: EagleHead) -> dict[str, DraftHead]:
+    config, last = head.config, head.config.target.num_layers
+    others: dict[str, DraftHead] = {}
+    for name, shift in (("lower", -1), ("higher", 1)):
+        features = tuple(k + shift for k in config.feature_layers)
+        if 0 <= min(features) and max(features) <= last:
+            others[f"feature layers one {name}: {','.join(map(str, features))}"] = _twin(head, feature_layers=features)
+    others["norm_before_residual the other way"] = _twin(head, norm_before_residual=not config.norm_before_residual)
+    others["the other of normed and plain output fed back"] = _twin(head, feeds_normed=not config.feeds_normed)
+    counting = torch.arange(len(head.d2t), device=head.d2t.device)
+    for name, ids in (("left out", counting), ("taken for target ids", head.d2t)):
+        is_map = int(ids.min()) >= 0 and int(ids.max()) < config.target.vocab_size and len(ids.unique()) == len(ids)
+        if is_map and not torch.equal(ids, head.draft_ids):
+            others[f"d2t {name}"] = _twin(head, {"d2t": ids - counting})
     return others
 
 

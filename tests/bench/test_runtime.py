@@ -179,6 +179,8 @@ def test_bench_takes_an_expanded_target_too(tiny_target_dir: Path, prompt_file: 
     ("args", "message"),
     [
         (["--nodes", "1,x"], "whole numbers"),
+        (["--repeats", "0"], "--repeats 0 is not allowed: use 1 or more"),
+        (["--max-new-tokens", "1"], "--max-new-tokens 1 is not allowed: use 2 or more"),
         (["--baselines", "vllm"], "vllm is not known"),
         (["--acceptance-lengths", "9", "--synthetic-nodes", "4"], "--synthetic-nodes"),
         (["--json", "/nowhere/out.json"], "folder does not exist"),
