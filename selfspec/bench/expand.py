@@ -30,6 +30,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfspec.drafters import Drafter, drafter_of, load_drafter
+from selfspec.drafters.names import KINDS
 from selfspec.drafters.shipped import identity, load_head
 from selfspec.heads.base import DraftHead
 from selfspec.heads.eagle import EagleHead
@@ -45,9 +46,6 @@ NONE = slice(0)
 # How far the logits may be from the original's. float32 agrees to about 1e-6; low precision rounds the scaled weights again.
 TOLERANCE = {torch.float32: 1e-3}
 LOW_PRECISION_TOLERANCE = 0.2
-# The drafters whose heads can be expanded, and the drafters without weights of the target's shape.
-EXPANDABLE = ("medusa", "eagle")
-SHAPELESS = ("none", "ngram", "truncated")
 
 
 @dataclass(frozen=True)
@@ -179,7 +177,7 @@ def expand_head(head: DraftHead, target: Target) -> DraftHead:
     shape = ExpandedShape(config.hidden_size, config.num_hidden_layers, config.intermediate_size, config.head_dim)
     fill = _Fill(head.config.target.hidden_size, shape, target.device, target.dtype)
     if (expand_kind := EXPANSIONS.get(type(head))) is None:
-        raise ValueError(f"{head.config.head_type} heads cannot be expanded: use {' or '.join(EXPANDABLE)}")
+        raise ValueError(f"{head.config.head_type} heads cannot be expanded: use {' or '.join(_expandable())}")
     return expand_kind(head, target, fill).to(dtype=target.dtype).eval().requires_grad_(False)
 
 
@@ -194,14 +192,21 @@ def expanded_drafter(
 ) -> Drafter | None:
     """Load the drafter that `spec` names for the original target `source`, expanded to serve the expanded `target`."""
     name, _, argument = spec.partition(":")
-    if name in EXPANDABLE:
+    # Kinds without heads have no weights of the target's shape.
+    shapeless = [kind.name for kind in KINDS.values() if not kind.heads]
+    if name in _expandable():
         head = expand_head(load_head(argument or None, source, drafter=name), target)
         given = {"num_draft_tokens": num_draft_tokens, "num_nodes": num_nodes, "width": width}
         shape: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
         return drafter_of(head, target, name=spec, **shape)
-    if name not in SHAPELESS:
-        raise ValueError(f"drafter {spec!r} cannot be expanded: use {', '.join(SHAPELESS)}, {' or '.join(EXPANDABLE)}")
+    if name not in shapeless:
+        raise ValueError(f"drafter {spec!r} cannot be expanded: use {', '.join(shapeless)}, {' or '.join(_expandable())}")
     return load_drafter(spec, target, num_draft_tokens=num_draft_tokens, num_nodes=num_nodes, width=width)
+
+
+def _expandable() -> list[str]:
+    """The kinds of drafters some of whose heads can be expanded."""
+    return [kind.name for kind in KINDS.values() if EXPANSIONS.keys() & set(kind.heads)]
 
 
 def _expand_eagle(head: EagleHead, target: Target, fill: _Fill) -> EagleHead:

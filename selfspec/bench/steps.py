@@ -25,11 +25,11 @@ from selfspec.bench.compare import PLAIN, WARM_UP
 from selfspec.bench.synthetic import SyntheticDrafter
 from selfspec.config import SamplingParams
 from selfspec.loop.accept import Acceptance
-from selfspec.loop.drafter import Drafter, NoDrafter
-from selfspec.loop.sequence import Batch
+from selfspec.loop.batch import Batch
+from selfspec.loop.drafter import Drafter, NoDrafter, Proposal
 from selfspec.loop.sequence import Sequence as DecodedSequence
 from selfspec.model.packed_linear import PackedLinear
-from selfspec.model.target import Target, Verification
+from selfspec.model.target import Target
 from selfspec.tree import CandidateTree, from_parents
 
 # Calls of a step before any is timed. Kernels are compiled and graphs captured during them.
@@ -241,7 +241,6 @@ class StageClock(Drafter):
         self.num_nodes = inner.num_nodes
         self.features = inner.features
         self.is_costly = inner.is_costly
-        self.verifies_itself = inner.verifies_itself
         self.seconds: dict[str, list[float]] = {name: [] for name in ("draft", "verify", "commit")}
         self.tree_sizes: list[int] = []
         self._now = now
@@ -254,28 +253,30 @@ class StageClock(Drafter):
     def retire(self, sequence: DecodedSequence) -> None:
         self.inner.retire(sequence)
 
-    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
         start = self._now()
         with record_function("draft"):
-            tree = self.inner.propose(batch, num_draft_tokens)
+            proposal = self.inner.propose(batch, num_draft_tokens)
         self._drafted = self._now()
         self.seconds["draft"].append(self._drafted - start)
-        self.tree_sizes.append(tree.num_nodes)
+        self.tree_sizes.append(proposal.tree.num_nodes)
         self._verifying = record_function("verify")
         self._verifying.__enter__()
-        return tree
-
-    def verify(self, target: Target, batch: Batch, tree: CandidateTree) -> Verification:
-        return self.inner.verify(target, batch, tree)
+        return proposal
 
     def commit(
-        self, batch: Batch, tree: CandidateTree, acceptance: Acceptance, features: Mapping[int, torch.Tensor]
+        self,
+        batch: Batch,
+        proposal: Proposal,
+        acceptance: Acceptance,
+        features: Mapping[int, torch.Tensor],
+        num_new: list[int],
     ) -> None:
         self._verifying.__exit__(None, None, None)
         start = self._now()
         self.seconds["verify"].append(start - self._drafted)
         with record_function("commit"):
-            self.inner.commit(batch, tree, acceptance, features)
+            self.inner.commit(batch, proposal, acceptance, features, num_new)
         self.seconds["commit"].append(self._now() - start)
 
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from selfspec.loop.drafter import Drafter
+from selfspec.loop.drafter import Drafter, Proposal
 from selfspec.tree import CandidateTree, chain, from_parents
 
 if TYPE_CHECKING:
-    from selfspec.loop.sequence import Batch
+    from selfspec.loop.batch import Batch
 
 
 class SyntheticDrafter(Drafter):
@@ -41,9 +41,9 @@ class SyntheticDrafter(Drafter):
         self._parents = [-1, *range(A - 1), *((i % A) for i in range(num_nodes - A))]
         self._shapes: dict[int, CandidateTree] = {}
 
-    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
         if num_draft_tokens == 0:
-            return chain(batch.roots)
+            return Proposal(chain(batch.roots))
         A, V = self.acceptance_length, batch.target.vocab_size
         drafts = []
         for sequence in batch.sequences:
@@ -58,7 +58,7 @@ class SyntheticDrafter(Drafter):
         tree = replace(shape, tokens=tokens)
         if num_draft_tokens < tree.max_depth:
             tree = tree.limit_depth(torch.full((len(batch),), num_draft_tokens, device=batch.device))
-        return tree
+        return Proposal(tree)
 
     def _shape(self, num_rows: int, device: torch.device) -> CandidateTree:
         """A tree [num_rows, num_nodes] with the parents and depths of every step; its tokens are zeros."""

@@ -190,7 +190,7 @@ def _answer(
     planner = None if use_cost_guard else Planner(is_active=False)
     for step in decode(target, [Request(ids, sampling)], drafter=drafter, planner=planner):
         draft_seconds += step.seconds.draft
-        verify_seconds += step.seconds.verify + step.seconds.accept
+        verify_seconds += step.seconds.verify + step.seconds.commit
     completion = completion_of(step.sequences[0])
     return completion, completion.prefill_seconds, draft_seconds, verify_seconds
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from selfspec.drafters.names import HEADS
 from selfspec.drafters.shipped import identity
-from selfspec.heads import HEADS
 from selfspec.heads.base import DraftHead, find_head, read_config
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.heads.early_exit import DistilledDraft

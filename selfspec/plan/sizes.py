@@ -17,12 +17,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from selfspec.cache.kv import KVShape
-from selfspec.drafters.shipped import HEAD_TYPES, is_head, shipped_heads
-from selfspec.heads import HEADS
+from selfspec.drafters.names import HEADS, KINDS, STUDENT_SHAPE
+from selfspec.drafters.shipped import is_head, shipped_heads
 from selfspec.heads.base import CONFIG_NAME, DraftHead, find_head, read_config
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.heads.early_exit import EarlyExitHead
 from selfspec.heads.medusa import MedusaHead
+from selfspec.loop.drafter import DefaultShape
 from selfspec.model.load import QUANTIZED, check_family, load_config, resolve_dtype
 from selfspec.plan.accelerators import Card
 from selfspec.plan.formulas import TreeGain, distinct_experts, pass_seconds
@@ -161,8 +162,8 @@ class DraftSize:
     weight_bytes: int = 0
     forward: PassSize | None = None
     is_one_pass: bool = False
-    depth: int = 5
-    num_nodes: int = 6
+    depth: int = 1
+    num_nodes: int = 2
     kv_bytes_per_token: int = 0
     feature_bytes_per_token: int = 0
     is_second_target: bool = False
@@ -186,9 +187,10 @@ def draft_size(spec: str, target: ModelSize) -> DraftSize:
         ValueError: there is no such drafter or head, or the head was trained for another target.
     """
     name, _, argument = spec.partition(":")
+    kind = KINDS.get(name)
     if name == "ngram":
-        depth = int(argument) if argument.isdecimal() else 15
-        return DraftSize(spec, depth=depth, num_nodes=depth + 1)
+        depth = int(argument) if argument.isdecimal() else 0
+        return _with_shape(DraftSize(spec), KINDS[name].default_shape, depth=depth)
     if name == "truncated":
         L = target.kv_shape.num_layers
         if not argument.isdecimal() or not 1 <= int(argument) < L:
@@ -196,16 +198,25 @@ def draft_size(spec: str, target: ModelSize) -> DraftSize:
         forward = target.first_layers(int(argument))
         assert forward.kv_shape is not None
         kv_bytes = forward.kv_shape.bytes_per_token(target.dtype)
-        return DraftSize(spec, forward=forward, kv_bytes_per_token=kv_bytes, is_second_target=True)
+        size = DraftSize(spec, forward=forward, kv_bytes_per_token=kv_bytes, is_second_target=True)
+        return _with_shape(size, KINDS[name].default_shape)
     if name == "draft_model" and argument and not is_head(argument):
         model = ModelSize.of(argument)
         kv_bytes = model.kv_shape.bytes_per_token(model.dtype)
-        return DraftSize(spec, model.weight_bytes, model.forward, kv_bytes_per_token=kv_bytes, is_second_target=True)
-    if name not in HEAD_TYPES:
-        raise ValueError(
-            f"drafter {spec!r} is not known: use ngram, truncated:LAYERS, or {', '.join(HEAD_TYPES)}:PATH_OR_ID"
-        )
+        size = DraftSize(spec, model.weight_bytes, model.forward, kv_bytes_per_token=kv_bytes, is_second_target=True)
+        return _with_shape(size, KINDS[name].default_shape)
+    if kind is None or not kind.heads:
+        heads = ", ".join(kind.name for kind in KINDS.values() if kind.heads)
+        raise ValueError(f"drafter {spec!r} is not known: use ngram, truncated:LAYERS, or {heads}:PATH_OR_ID")
     return _head_size(spec, _head_folder(name, argument, target), target)
+
+
+def _with_shape(size: DraftSize, default: DefaultShape | None, *, depth: int = 0) -> DraftSize:
+    """The size with the depth and nodes that its kind has by default on a GPU; `depth` replaces the depth."""
+    assert default is not None
+    shape = default.on("cuda")
+    depth = depth or shape.num_draft_tokens
+    return replace(size, depth=depth, num_nodes=depth + 1 if shape.width == 1 else shape.num_nodes)
 
 
 def _head_folder(drafter: str, source: str, target: ModelSize) -> Path:
@@ -213,7 +224,7 @@ def _head_folder(drafter: str, source: str, target: ModelSize) -> Path:
         return find_head(source, patterns=(CONFIG_NAME, "README.md"))
     for folder in shipped_heads():
         record = read_config(folder)
-        if record["head_type"] in HEAD_TYPES[drafter] and not _misfits(record["target"], target):
+        if record["head_type"] in KINDS[drafter].head_types and not _misfits(record["target"], target):
             return folder
     raise ValueError(f"no shipped {drafter} head has the shape of {target.name}: name one as {drafter}:PATH_OR_HUB_ID")
 
@@ -228,8 +239,9 @@ def _misfits(record: dict[str, Any], target: ModelSize) -> str:
 def _head_size(spec: str, folder: Path, target: ModelSize) -> DraftSize:
     record = read_config(folder)
     drafter, head_type = spec.partition(":")[0], record["head_type"]
-    if head_type not in HEAD_TYPES[drafter]:
-        raise ValueError(f"{folder} is a {head_type} head: drafter {drafter} serves {' and '.join(HEAD_TYPES[drafter])}")
+    allowed = KINDS[drafter].head_types
+    if head_type not in allowed:
+        raise ValueError(f"{folder} is a {head_type} head: drafter {drafter} serves {' and '.join(allowed)}")
     if misfit := _misfits(record["target"], target):
         raise ValueError(f"{folder} was trained for {record['target']['name']}, and not for {target.name} ({misfit})")
     with torch.device("meta"):
@@ -254,7 +266,8 @@ def _head_size(spec: str, folder: Path, target: ModelSize) -> DraftSize:
 def _medusa_size(size: DraftSize, head: MedusaHead, target: ModelSize) -> DraftSize:
     config = head.config
     forward = PassSize(_with_output(head, target, has_own=config.has_output_layer), target.dtype.itemsize)
-    return replace(size, forward=forward, is_one_pass=True, depth=config.num_heads, num_nodes=16, is_depth_limit=True)
+    size = replace(size, forward=forward, is_one_pass=True, is_depth_limit=True)
+    return _with_shape(size, KINDS["medusa"].default_shape, depth=config.num_heads)
 
 
 def _eagle_size(size: DraftSize, head: EagleHead | Eagle1Head, target: ModelSize) -> DraftSize:
@@ -266,7 +279,7 @@ def _eagle_size(size: DraftSize, head: EagleHead | Eagle1Head, target: ModelSize
         num_copied = head.config.draft_vocab_size * config.target.hidden_size
         num_parameters += num_copied
         size = replace(size, weight_bytes=size.weight_bytes + num_copied * target.dtype.itemsize)
-    size = replace(size, depth=6, num_nodes=16)
+    size = _with_shape(size, KINDS["eagle"].default_shape)
     return _with_layers(size, target, shape, num_parameters=num_parameters, num_heads=config.num_heads)
 
 
@@ -280,7 +293,8 @@ def _early_exit_size(size: DraftSize, head: EarlyExitHead, target: ModelSize) ->
         num_copied = borrowed - target.num_output_parameters
         size = replace(size, weight_bytes=size.weight_bytes + num_copied * target.dtype.itemsize)
     is_second_target = not head.features
-    size = replace(size, depth=5 if is_second_target else 4, num_nodes=12, is_second_target=is_second_target)
+    size = replace(size, is_second_target=is_second_target)
+    size = _with_shape(size, STUDENT_SHAPE if is_second_target else KINDS["early_exit"].default_shape)
     num_parameters = head.num_parameters + borrowed
     return _with_layers(size, target, shape, num_parameters=num_parameters, num_heads=target.forward.num_heads)
 

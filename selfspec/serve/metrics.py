@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 
 from selfspec.api import Completion
 from selfspec.engine import Listener
-from selfspec.loop.decode import Step
+from selfspec.loop.step import Step
 
 # When each series began tells nothing here, and doubles their number.
 disable_created_metrics()
@@ -71,7 +71,7 @@ class Metrics(Listener):
         return generate_latest(self.registry)
 
     def stepped(self, step: Step) -> None:
-        labels = (self._model_name, step.drafter.name)
+        labels = (self._model_name, step.name)
         drafted = [emission.num_drafted for emission in step.emissions]
         self._passes.labels(*labels).inc()
         self._rows.labels(*labels).inc(len(step.sequences))

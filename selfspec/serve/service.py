@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from selfspec.api import Completion, check_token_ids, encode
+from selfspec.api import Completion, encode
 from selfspec.config import SamplingParams
 from selfspec.drafters import Drafter, drafter_of, load_drafter
 from selfspec.drafters.shipped import is_head, load_head
 from selfspec.engine import SpecEngine
 from selfspec.loop.drafter import NoDrafter
 from selfspec.loop.sampling import Grammar
-from selfspec.loop.sequence import Request
+from selfspec.loop.sequence import Request, check_sampling
 from selfspec.model.target import Target
 from selfspec.serve.answers import Answer, ChatAnswer, CompletionAnswer, Events
 from selfspec.serve.errors import ApiError, api_error, unavailable
@@ -219,7 +219,7 @@ def _requests(
     begin_grammar: Callable[[], Grammar] | None,
 ) -> list[Request]:
     try:
-        check_token_ids(target, sampling)
+        check_sampling(target, sampling)
     except ValueError as error:
         raise ApiError(400, str(error), param=str(error).split()[0]) from error
     return [

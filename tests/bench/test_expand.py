@@ -165,9 +165,9 @@ def test_heads_draft_the_same_trees_and_the_text_is_the_same(kind: str, monkeypa
         propose = drafter.propose
 
         def kept(*args, **kwargs):
-            tree = propose(*args, **kwargs)
-            trees.append(torch.stack([tree.tokens, tree.parents]))
-            return tree
+            proposal = propose(*args, **kwargs)
+            trees.append(torch.stack([proposal.tree.tokens, proposal.tree.parents]))
+            return proposal
 
         monkeypatch.setattr(drafter, "propose", kept)
         completions = generate(target, PROMPTS, drafter=drafter, sampling=GREEDY, use_cost_guard=False)

@@ -23,7 +23,8 @@ from selfspec.drafters.medusa import MedusaDrafter
 from selfspec.heads.base import DraftHead, TargetIdentity
 from selfspec.heads.eagle import Eagle1Config, Eagle1Head, EagleHead
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
-from selfspec.loop.sequence import Batch
+from selfspec.loop.batch import Batch
+from selfspec.loop.drafter import Proposal
 from selfspec.model.fuse import fuse
 from selfspec.model.graphs import Graphs
 from selfspec.model.target import FINAL
@@ -167,7 +168,7 @@ def test_eagle1_training_aligns_with_serving_and_a_shift_does_not(monkeypatch: p
 
     assert acceptance() == 5.0
     # Off by one: an entry gets the feature of the token before its own.
-    monkeypatch.setattr(head, "fuse", lambda features: features[0][..., successor])
+    monkeypatch.setattr(drafter.head, "fuse", lambda features: features[0][..., successor])
     assert acceptance() < 2.5
 
 
@@ -180,9 +181,9 @@ def test_eagle_drafts_in_serving_are_the_ones_that_training_scores() -> None:
     propose = drafter.propose
 
     def spy(batch, num_draft_tokens):  # type: ignore[no-untyped-def]
-        tree = propose(batch, num_draft_tokens)
-        drafted[batch.sequences[0].num_tokens] = tree.tokens[0, 1:].tolist()
-        return tree
+        proposal = propose(batch, num_draft_tokens)
+        drafted[batch.sequences[0].num_tokens] = proposal.tree.tokens[0, 1:].tolist()
+        return proposal
 
     drafter.propose = spy  # type: ignore[method-assign]
     prompt = list(range(3, 15))
@@ -422,9 +423,10 @@ def proposals(drafter: EagleDrafter, target: Target, monkeypatch: pytest.MonkeyP
     trees: list[CandidateTree] = []
     propose = drafter.propose
 
-    def recorded(batch: Batch, num_draft_tokens: int) -> CandidateTree:
-        trees.append(propose(batch, num_draft_tokens))
-        return trees[-1]
+    def recorded(batch: Batch, num_draft_tokens: int) -> Proposal:
+        proposal = propose(batch, num_draft_tokens)
+        trees.append(proposal.tree)
+        return proposal
 
     monkeypatch.setattr(drafter, "propose", recorded)
     prompts, sampling = random_prompts(5, (1, 40), seed=5), SamplingParams(max_new_tokens=12, ignore_eos=True)
@@ -442,7 +444,7 @@ def test_a_fused_head_drafts_the_same_trees(
     """In a few launches a pass, with paths instead of ancestor masks; and batches of more rows than it is for."""
     target = tiny_target("llama")
     if is_rehearsed:
-        target.graphs = Graphs(target.device, is_rehearsal=True)
+        target.passes.graphs = Graphs(target.device, is_rehearsal=True)
     head = eagle_head(target, feature_layers=(1, 2, 3), draft_vocab_size=20, has_lm_head=False, **changes).eval()
     head.initialise(target.model, torch.arange(3, 23))
     settings = {"num_draft_tokens": 4, "num_nodes": 12, "width": 3}
@@ -462,7 +464,7 @@ def test_features_that_waited_for_many_steps_draft_the_same_trees(
     """Where speculation paused, and where prompts are entered in chunks."""
     target = tiny_target("llama")
     if is_rehearsed:
-        target.graphs = Graphs(target.device, is_rehearsal=True)
+        target.passes.graphs = Graphs(target.device, is_rehearsal=True)
     head = eagle_head(target, feature_layers=(1, 2, 3)).eval()
     monkeypatch.setattr("selfspec.drafters.eagle.PREFILL_CHUNK", 7)
     monkeypatch.setattr("selfspec.drafters.eagle.MAX_PENDING", 9)
@@ -472,12 +474,13 @@ def test_features_that_waited_for_many_steps_draft_the_same_trees(
         drafter = EagleDrafter(target, copy.deepcopy(head), num_draft_tokens=3, num_nodes=8, width=2)
         propose, trees, number = drafter.propose, {}, itertools.count()
 
-        def recorded(batch: Batch, num_draft_tokens: int) -> CandidateTree:
-            tree = propose(batch, 3 if drafts_at(next(number)) else 0)
+        def recorded(batch: Batch, num_draft_tokens: int) -> Proposal:
+            proposal = propose(batch, 3 if drafts_at(next(number)) else 0)
+            tree = proposal.tree
             for sequence, tokens, parents in zip(batch.sequences, tree.tokens.tolist(), tree.parents.tolist(), strict=True):
                 if tree.num_nodes > 1:
                     trees[*sequence.request.prompt_ids, *sequence.token_ids] = tokens, parents
-            return tree
+            return proposal
 
         monkeypatch.setattr(drafter, "propose", recorded)
         prompts = random_prompts(5, (1, 40), seed=5)
@@ -532,14 +535,14 @@ def test_an_aligned_head_is_right_in_any_batch(
     if device == "cpu":
         monkeypatch.setattr("selfspec.drafters.eagle.lay_out", fuse)
     target = Target(copy.deepcopy(source.model).to(device, dtype))
-    target.graphs = Graphs(target.device, is_rehearsal=device == "cpu")
+    target.passes.graphs = Graphs(target.device, is_rehearsal=device == "cpu")
     drafter = EagleDrafter(target, copy.deepcopy(head), num_draft_tokens=4, width=6, num_nodes=32)
     assert (drafter._pass is not None) is (device == "cpu" or dtype == torch.bfloat16)
     prompts = [text_of(successor, 3 + number % 29) for number in range(2 * batch_size)]
     got = generate(target, prompts, drafter=drafter, sampling=GREEDY, batch_size=batch_size, use_cost_guard=False)
     lengths = [completion.acceptance_length for completion in got]
     # Many rows have few nodes each on a GPU: a tree of four emits four tokens at most.
-    assert sum(lengths) / len(lengths) > (4.8 if target.most_nodes(batch_size) > 4 else 3.5)
+    assert sum(lengths) / len(lengths) > (4.8 if target.passes.most_nodes(batch_size) > 4 else 3.5)
 
 
 @pytest.mark.parametrize("changes", [{"has_qk_norm": True}, {"norm_before_residual": True}], ids=str)

@@ -14,10 +14,11 @@ from support import random_prompts, tiny_target
 
 from selfspec import SamplingParams, generate
 from selfspec.cache.kv import KVCache, KVShape
+from selfspec.loop.batch import Batch
 from selfspec.loop.decode import decode
-from selfspec.loop.drafter import Drafter
+from selfspec.loop.drafter import Drafter, Proposal
 from selfspec.loop.planner import Planner
-from selfspec.loop.sequence import Batch, Request
+from selfspec.loop.sequence import Request
 from selfspec.plan.formulas import (
     acceptance_rate_of,
     best_trees,
@@ -28,7 +29,7 @@ from selfspec.plan.formulas import (
     pass_seconds,
     speedup,
 )
-from selfspec.tree import CandidateTree, chain
+from selfspec.tree import chain
 
 rates = st.floats(0, 1)
 
@@ -69,13 +70,13 @@ class CoinDrafter(Drafter):
         self.num_draft_tokens = num_draft_tokens
         self.chance = random.Random(1)
 
-    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
         rows = []
         for sequence in batch.sequences:
             done = len(sequence.token_ids)
             true = self.answers[tuple(sequence.request.prompt_ids)][done : done + num_draft_tokens]
             rows.append([token if self.chance.random() < self.rate else (token + 1) % 61 for token in true])
-        return chain(batch.roots, torch.tensor(rows, dtype=torch.int64).view(len(rows), -1))
+        return Proposal(chain(batch.roots, torch.tensor(rows, dtype=torch.int64).view(len(rows), -1)))
 
 
 @pytest.mark.parametrize("rate", [0.5, 0.8])

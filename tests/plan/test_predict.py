@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from selfspec import Target, load_drafter
 from selfspec.cli.main import app
 from selfspec.drafters.draft_model import DraftModelDrafter
+from selfspec.drafters.names import KINDS, STUDENT_SHAPE
 from selfspec.drafters.shipped import identity, load_head, shipped_heads
 from selfspec.heads.base import TargetIdentity
 from selfspec.heads.eagle import Eagle1Config, EagleConfig, EagleHead
@@ -138,7 +139,9 @@ def test_a_head_takes_what_it_takes_once_loaded(kind, size, target, heads):
     assert found.weight_bytes == load_head(heads[kind], target, drafter=kind).num_parameters * 4
     cache = getattr(drafter, "_cache", None)
     assert found.kv_bytes_per_token == (0 if cache is None else cache.shape.bytes_per_token(torch.float32))
-    assert found.depth >= drafter.num_draft_tokens
+    on_gpu = STUDENT_SHAPE if kind == "draft_model" else KINDS[kind].default_shape
+    assert found.depth == (3 if kind == "medusa" else on_gpu.on("cuda").num_draft_tokens)
+    assert found.num_nodes == on_gpu.on("cuda").num_nodes
     assert found.feature_bytes_per_token == len(drafter.features) * target.config.hidden_size * 4
     assert found.is_second_target == isinstance(drafter, DraftModelDrafter)
 
