@@ -21,7 +21,6 @@ from selfspec.loop.planner import Planner
 from selfspec.loop.sequence import Request
 from selfspec.plan.formulas import (
     acceptance_rate_of,
-    best_num_draft_tokens,
     best_trees,
     distinct_experts,
     expected_tokens,
@@ -139,15 +138,6 @@ def test_speed_up_is_that_of_the_paper():
     paper = (1 - 0.8**6) / ((1 - 0.8) * (5 * 0.02 + 1))
     assert speedup(expected_tokens(0.8, 5), 5 * 0.02) == pytest.approx(paper)
     assert speedup(2.0, 0.5, 1.5) == 1.0
-
-
-def test_the_best_chain_is_none_where_drafting_does_not_pay():
-    # Corollary 3.9: no chain pays unless the rate is above the cost.
-    assert best_num_draft_tokens(0.3, 0.31) == 0
-    assert best_num_draft_tokens(0.3, 0.29) == 1
-    assert best_num_draft_tokens(0.9, 0.0, limit=7) == 7
-    # Nodes that cost make chains shorter.
-    assert best_num_draft_tokens(0.8, 0.02, lambda N: 1 + 0.1 * (N - 1)) < best_num_draft_tokens(0.8, 0.02)
 
 
 @given(st.integers(1, 4), st.integers(1, 100))
