@@ -18,7 +18,8 @@ from selfspec.app.races import Messages, Races, View
 from selfspec.app.settings import LIVE, Settings, label_of
 from selfspec.bench.tasks import environment
 from selfspec.drafters import Drafter, load_drafter
-from selfspec.drafters.shipped import HEAD_TYPES, drafter_for, load_head, shipped_head, shipped_heads
+from selfspec.drafters.names import KINDS, kind_of_head
+from selfspec.drafters.shipped import load_head, shipped_head, shipped_heads
 from selfspec.heads.base import find_head, read_config
 from selfspec.loop.sequence import Request
 from selfspec.model.target import Target
@@ -184,7 +185,7 @@ class LocalRaces(Races):
         directory = find_head(source)
         record = read_config(directory)
         head_type = record["head_type"]
-        drafter = drafter_for(head_type)
+        drafter = kind_of_head(head_type).name
         facts = {
             "kind": head_type,
             "trained for": record.get("target", {}).get("name"),
@@ -210,7 +211,9 @@ def without_front_matter(card: str) -> str:
 
 
 def _shipped_drafters(target: Target) -> Iterator[str]:
-    for drafter in HEAD_TYPES:
+    for drafter, kind in KINDS.items():
+        if not kind.heads:
+            continue
         try:
             shipped_head(drafter, target)
         except ValueError:

@@ -12,7 +12,7 @@ from selfspec.app import render
 from selfspec.app.events import DRAWING, Updates, html
 from selfspec.failures import describe
 from selfspec.plan.accelerators import CARDS
-from selfspec.plan.formulas import MAX_DRAFT_TOKENS
+from selfspec.plan.formulas import MAX_PLANNED_DEPTH
 from selfspec.plan.predict import assumed_rates, make_plan
 from selfspec.plan.sizes import DraftSize, ModelSize, draft_size
 
@@ -45,7 +45,7 @@ class PlanTab:
             card = gr.Dropdown(list(CARDS), value="h100", label="GPU", info="Bandwidth and peak as published")
         with gr.Row():
             rate = gr.Slider(0, 1, 0.7, step=0.01, label="α, chance that a draft token holds", elem_id="plan-rate")
-            depth = gr.Slider(0, MAX_DRAFT_TOKENS, 4, step=1, label="γ, draft tokens a step", elem_id="plan-depth")
+            depth = gr.Slider(0, MAX_PLANNED_DEPTH, 4, step=1, label="γ, draft tokens a step", elem_id="plan-depth")
             batch_size = gr.Slider(1, 512, 1, step=1, label="Batch, sequences together", elem_id="plan-batch")
             context = gr.Slider(128, 1 << 17, 2048, step=128, label="Context, tokens of each", elem_id="plan-context")
         self._prediction = html(elem_id="prediction")

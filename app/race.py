@@ -16,9 +16,10 @@ import torch
 
 from selfspec.bench.compare import WARM_UP
 from selfspec.drafters import Drafter
-from selfspec.loop.decode import Step, decode
+from selfspec.loop.decode import decode
 from selfspec.loop.planner import Planner
 from selfspec.loop.sequence import Request
+from selfspec.loop.step import Step
 from selfspec.loop.text import TextStream
 from selfspec.model.target import Target
 from selfspec.tree import chain
@@ -227,8 +228,8 @@ class Recorder:
             at=at,
             draft_seconds=parts.draft,
             verify_seconds=parts.verify,
-            accept_seconds=parts.accept,
-            host_seconds=max(0.0, seconds - parts.draft - parts.verify - parts.accept),
+            accept_seconds=parts.commit,
+            host_seconds=max(0.0, seconds - parts.draft - parts.verify - parts.commit),
             nodes=nodes,
             path=path,
             chosen=[self._text(token_id) for token_id in chosen],

@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from selfspec.config import SamplingParams
+from selfspec.drafters.names import KINDS
 
 MESSAGE, CHAT, TEXT = "message", "chat", "text"
 ALONE, LIVE = "alone", "live"
@@ -15,16 +16,6 @@ ALONE, LIVE = "alone", "live"
 MAX_NEW_TOKENS = 512
 # Beside plain decoding, which always runs: more columns than four leave no width to read them.
 MAX_DRAFTERS = 3
-
-LABELS = {
-    "none": "autoregressive",
-    "ngram": "n-gram",
-    "medusa": "Medusa",
-    "eagle": "EAGLE",
-    "early_exit": "early exit",
-    "draft_model": "draft model",
-    "truncated": "first layers",
-}
 
 EXAMPLES = {
     "Chat": "What should I see in Paris if I have only one day?",
@@ -119,5 +110,5 @@ _READERS: dict[type, Any] = {
 def label_of(drafter: str) -> str:
     """A drafter's name for a column's head: `eagle:runs/mine/head` is `EAGLE · head`."""
     name, _, argument = drafter.partition(":")
-    label = LABELS.get(name, name)
+    label = KINDS[name].label if name in KINDS else name
     return f"{label} · {argument.rstrip('/').rpartition('/')[2]}" if argument else label

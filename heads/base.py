@@ -1,16 +1,18 @@
-"""What every trained head has: a config that names its target, weights in safetensors, and a strict way back.
+"""What all trained heads share: a config that names the target, weights in safetensors, and strict loading.
 
-A head is a small `nn.Module` that reads a frozen target's hidden states and proposes its next tokens. It imports no engine
-code, so it trains and loads alone; the target's embedding and LM head are handed to it, never copied into its files.
+A head is a small `nn.Module` that reads a frozen target's hidden states and proposes the target's next tokens. It imports no
+engine code, so it trains and loads alone. Callers hand it the target's embedding and LM head, which are not saved with it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -24,21 +26,21 @@ from selfspec.failures import first_line
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 
-# The scale of an int8 matrix is stored under the matrix's name with this behind it.
+# The scale of an int8 matrix is stored under the matrix's name with this suffix.
 SCALE_SUFFIX = ".scale"
 
-# A fingerprint is this many evenly spaced values of a weight, compared with room for another dtype or int8 storage.
+# A fingerprint is this many evenly spaced values of a weight. The tolerance allows for another dtype or int8 storage.
 FINGERPRINT_SIZE = 32
 FINGERPRINT_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetIdentity:
-    """Which target a head was trained for: enough to notice, before the first token, that it is another.
+    """Which target a head was trained for, in enough detail to notice another target before the first token.
 
     Attributes:
-        vocab_size: rows of the embedding, padding rows included.
-        tokenizer: hash of the token -> id map, "" where there was no tokenizer.
+        vocab_size: number of rows of the embedding, padding rows included.
+        tokenizer: hash of the token -> id map; "" if there was no tokenizer.
         embedding, lm_head: fingerprints of the two weights.
     """
 
@@ -74,11 +76,14 @@ class TargetIdentity:
         for name in ("hidden_size", "num_layers", "vocab_size"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
-                raise ValueError(f"the head was trained for {self.name} with {name} {ours}; {other.name} has {theirs}")
+                raise ValueError(
+                    f"the head was trained for {self.name} with {name} {ours}; {other.name} has {theirs}: load the target "
+                    "it was trained for, or train it again"
+                )
         if self.tokenizer and other.tokenizer and self.tokenizer != other.tokenizer:
             raise ValueError(
-                f"the head was trained with the tokenizer of {self.name} (hash {self.tokenizer}); {other.name} has "
-                f"another ({other.tokenizer})"
+                f"the head was trained with the tokenizer of {self.name} (hash {self.tokenizer}), but {other.name} has "
+                f"another one ({other.tokenizer}): load the target it was trained for, or train it again"
             )
         for name in ("embedding", "lm_head"):
             gap = _relative_gap(getattr(self, name), getattr(other, name))
@@ -90,7 +95,7 @@ class TargetIdentity:
 
 
 def fingerprint(weight: torch.Tensor) -> tuple[float, ...]:
-    """Evenly spaced values of a weight, rounded to what bfloat16 keeps."""
+    """Evenly spaced values of a weight [...], rounded to what bfloat16 keeps."""
     flat = weight.detach().flatten()
     index = torch.linspace(0, len(flat) - 1, FINGERPRINT_SIZE, dtype=torch.float64).long()
     return tuple(float(f"{value:.3g}") for value in flat[index.to(flat.device)].float().tolist())
@@ -109,38 +114,63 @@ def _relative_gap(ours: tuple[float, ...], theirs: tuple[float, ...]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """The part of a head's config that all heads share. Subclasses add their shapes and check them."""
+    """The part of the config that all heads share. Subclasses add their shapes and check them."""
 
     head_type: ClassVar[str]
     target: TargetIdentity
 
     def to_dict(self) -> dict[str, Any]:
-        import selfspec
-
-        return {"head_type": self.head_type, "selfspec_version": selfspec.__version__, **asdict(self)}
+        """A JSON object that `from_dict` reads."""
+        return {"head_type": self.head_type, "selfspec_version": installed_version(), **asdict(self)}
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Self:
-        """The config in a JSON object; unknown and missing keys are errors that name them."""
+        """Read the config from a JSON object.
+
+        Raises:
+            ValueError: names unknown and missing keys, and the version that wrote unknown keys if it is newer than this one.
+        """
+        written_by = str(record.get("selfspec_version", ""))
         record = {key: value for key, value in record.items() if key not in ("head_type", "selfspec_version")}
-        known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(record) - known):
-            raise ValueError(f"{CONFIG_NAME} has unknown keys for a {cls.head_type} head: {', '.join(unknown)}")
-        # A field that came later has a default that means what was before it.
-        needed = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
-        if missing := sorted(needed - set(record)):
-            raise ValueError(f"{CONFIG_NAME} lacks keys of a {cls.head_type} head: {', '.join(missing)}")
+        _check_keys(cls, record, f"{CONFIG_NAME} of a head of type {cls.head_type}", written_by)
+        _check_keys(TargetIdentity, record["target"], f"the target in {CONFIG_NAME}", written_by)
         target: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.pop("target").items()}
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
         return cls(target=TargetIdentity(**target), **values)
+
+
+def installed_version() -> str:
+    """This package's version, "unknown" where a checkout is used without being installed."""
+    try:
+        return version("selfspec")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _check_keys(cls: type, record: dict[str, Any], what: str, written_by: str) -> None:
+    if unknown := sorted(set(record) - {f.name for f in fields(cls)}):
+        message = f"{what} has unknown keys: {', '.join(unknown)}"
+        ours = installed_version()
+        if _release(written_by) > _release(ours):
+            message += f"; selfspec {written_by} wrote it and this is version {ours}, so update selfspec"
+        raise ValueError(message)
+    # A field that a later version added has a default, which stands for what older heads did.
+    needed = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
+    if missing := sorted(needed - set(record)):
+        raise ValueError(f"{what} lacks keys: {', '.join(missing)}")
+
+
+def _release(name: str) -> tuple[int, ...]:
+    """(0, 1, 0) from "0.1.0", and () from a name without numbers."""
+    return tuple(int(part) for part in re.findall(r"\d+", name)[:3])
 
 
 class DraftHead(nn.Module):
     """A trainable head.
 
     Attributes:
-        features: the target's hidden states it reads, in transformers' numbering (k: entering layer k; -1: after the
-            final norm).
+        features: the target's hidden states that the head reads, in transformers' numbering (k: entering layer k; -1:
+            after the final norm).
     """
 
     config_class: ClassVar[type[HeadConfig]]
@@ -152,7 +182,7 @@ class DraftHead(nn.Module):
 
     @abstractmethod
     def initialise(self, model: Any) -> None:
-        """Start from the target where that helps (its final norm, its LM head); called once, before training."""
+        """Copy from the target what helps (its final norm, its LM head). Called once, before training."""
 
     @property
     def num_parameters(self) -> int:
@@ -162,13 +192,25 @@ class DraftHead(nn.Module):
         """Write `config.json` and `model.safetensors`.
 
         Args:
-            dtype: of the stored floating-point weights; `torch.int8` stores matrices in 8 bits with a scale per output
-                channel, and the rest in bfloat16.
+            dtype: type of the stored floating-point weights. `torch.int8` stores matrices in 8 bits with a scale for each
+                output channel, and other weights in bfloat16.
+
+        Raises:
+            ValueError: weights are missing from the state dict because the layers were laid out for decoding.
         """
+        weights = self.state_dict()
+        # A new head may draw random weights, and saving must not change the random numbers of a training run.
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            expected = type(self)(self.config).state_dict()
+        if missing := sorted(set(expected) - set(weights)):
+            raise ValueError(
+                f"this head has no {missing[0]} to save ({len(missing)} of {len(expected)} weights are missing) because its "
+                "layers were laid out for decoding: save a copy that no drafter has used, or load the head again"
+            )
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         state: dict[str, torch.Tensor] = {}
-        for name, value in self.state_dict().items():
+        for name, value in weights.items():
             value = value.detach().cpu().contiguous()
             if dtype == torch.int8 and value.is_floating_point() and value.ndim == 2:
                 state[name], state[name + SCALE_SUFFIX] = quantize(value)
@@ -176,7 +218,7 @@ class DraftHead(nn.Module):
                 state[name] = value.to(torch.bfloat16 if dtype == torch.int8 else dtype)
             else:
                 state[name] = value
-        # The weights first and under another name: a folder with a config is a whole head.
+        # Write the weights to a temporary name first. A folder that has a config.json is complete.
         partial = directory / (WEIGHTS_NAME + ".partial")
         save_file(state, partial, metadata={"format": "pt"})
         partial.replace(directory / WEIGHTS_NAME)
@@ -184,15 +226,15 @@ class DraftHead(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source: str | Path, *, revision: str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """Load a head from a folder or the Hub, strictly: every weight of the config's shape, and no other.
+        """Load a head from a folder or the Hub. The weights must be exactly those that the config asks for.
 
         Raises:
-            ValueError: no head there, a head of another type, missing, unexpected or misshapen weights, NaN or infinity.
+            ValueError: there is no head or one of another type; weights are missing, unexpected, misshapen or not finite.
         """
         directory = find_head(source, revision)
         record = read_config(directory)
         if record["head_type"] != cls.config_class.head_type:
-            raise ValueError(f"{source} is a {record['head_type']} head, not a {cls.config_class.head_type} head")
+            raise ValueError(f"{source} is a head of type {record['head_type']}, not {cls.config_class.head_type}")
         try:
             head = cls(cls.config_class.from_dict(record))
             state = load_file(directory / WEIGHTS_NAME)
@@ -203,15 +245,15 @@ class DraftHead(nn.Module):
             raise ValueError(f"{source}: {' '.join(str(error).split())}") from error
         for name, value in state.items():
             if value.is_floating_point() and not bool(value.isfinite().all()):
-                raise ValueError(f"{source}: {name} holds values that are not finite: the head is damaged")
+                raise ValueError(f"{source}: {name} holds values that are not finite: the file is damaged, so get it again")
         stored = stored or next(value.dtype for value in state.values() if value.is_floating_point())
         return head.to(dtype=dtype or stored).eval().requires_grad_(False)
 
     def push_to_hub(self, repo_id: str, *, directory: str | Path, token: str | None = None, private: bool = False) -> str:
-        """Upload a saved head's folder (weights, config, card) as a model repository; returns its address.
+        """Upload a saved head's folder (weights, config, card) as a model repository and return its address.
 
         Raises:
-            ValueError: the Hub cannot be reached or does not let us write there; the folder stays as it is.
+            ValueError: the Hub cannot be reached or does not allow writing there. The folder stays as it is.
         """
         api = HfApi(token=token)
         try:
@@ -226,17 +268,17 @@ class DraftHead(nn.Module):
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix [out, in] as int8 [out, in] and a float32 scale [out, 1]: weight is about int8 times scale."""
+    """Store a matrix [out, in] as int8 [out, in] and a float32 scale [out, 1], whose product is about the matrix."""
     scale = weight.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
     return (weight.float() / scale).round().to(torch.int8), scale
 
 
 def dequantize(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Stored weights with every int8 matrix multiplied by its scale again, in float32."""
+    """Stored weights, with every int8 matrix [out, in] multiplied by its scale [out, 1] in float32."""
     scales = {name: value for name, value in state.items() if name.endswith(SCALE_SUFFIX)}
     for name, value in state.items():
         if value.dtype == torch.int8 and name + SCALE_SUFFIX not in scales:
-            raise ValueError(f"{name} is stored in 8 bits, and its scale is missing: the head is damaged")
+            raise ValueError(f"{name} is stored in 8 bits without its scale: the file is damaged, so get it again")
     return {
         name: value.float() * scales[name + SCALE_SUFFIX] if name + SCALE_SUFFIX in scales else value
         for name, value in state.items()
@@ -247,25 +289,28 @@ def dequantize(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def find_head(
     source: str | Path, revision: str | None = None, *, patterns: Sequence[str] = (CONFIG_NAME, WEIGHTS_NAME, "README.md")
 ) -> Path:
-    """The folder of a local head, or of a downloaded copy of one on the Hub, of which the files `patterns` are fetched."""
+    """The folder of a local head, or of a head's copy from the Hub, from where only the files `patterns` are fetched."""
     if Path(source).is_dir():
         return Path(source)
     try:
         return Path(snapshot_download(str(source), revision=revision, allow_patterns=list(patterns)))
     except Exception as error:
         raise ValueError(
-            f"{source}: no such folder, and no head to be had from the Hugging Face Hub "
+            f"{source}: no such folder, and the Hugging Face Hub gave no such head "
             f"({first_line(error)}): check the spelling and your network"
         ) from error
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """A head's config.json as an object with a `head_type`."""
+    """Read a head's config.json, which must be an object with a `head_type`."""
     path = directory / CONFIG_NAME
     try:
         record = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{directory} holds no head: {CONFIG_NAME} cannot be read ({error})") from error
+        raise ValueError(f"{directory} holds no head, because {CONFIG_NAME} cannot be read ({error})") from error
     if not isinstance(record, dict) or "head_type" not in record:
-        raise ValueError(f"{directory} holds no selfspec head: {CONFIG_NAME} has no head_type")
+        raise ValueError(
+            f"{directory} holds no selfspec head, because {CONFIG_NAME} has no head_type: `selfspec import` reads other "
+            "projects' heads"
+        )
     return record

@@ -1,28 +1,29 @@
 """EAGLE: one decoder layer that continues the target's hidden states.
 
 EAGLE-3 (https://arxiv.org/abs/2503.01840), `EagleHead`. Entry j of the head's sequence pairs the target's fused feature of
-token j with the embedding of token j + 1 and predicts token j + 2; its output stands in for the feature of token j + 1,
-which the target has not computed yet, when the head drafts on.
+token j with the embedding of token j + 1 and predicts token j + 2. When the head drafts on, this output stands in for the
+feature of token j + 1, which the target has not computed yet.
 
     fused_j = fc([fc_norm_0(low_j); fc_norm_1(middle_j); fc_norm_2(high_j)])
     x_j     = [input_layernorm(embed(token_{j+1})); hidden_norm(hidden_j)]        hidden_j = fused_j, or the last output
     h_j     = hidden_j + attention(x_j);   out_j = h_j + mlp(post_attention_layernorm(h_j))
     logits  = lm_head(norm(out_j))         over a draft vocabulary; target id = i + d2t[i]
 
-The LM head is the head's own, or (`has_lm_head=False`) those rows of the target's, frozen and not stored.
+The LM head is the head's own or, with `has_lm_head=False`, the rows of the draft vocabulary in the target's LM head; these
+are frozen and not stored.
 
-The per-layer norms before `fc` and the normed output fed back (`has_fc_norm`, `feeds_normed`) are EAGLE-3.1's
-(https://arxiv.org/abs/2605.09992). The biases, the norms of queries and keys and the one over all features are other
-trainers' and exist for their checkpoints; new heads have none of them.
+EAGLE-3.1 (https://arxiv.org/abs/2605.09992) added the norms of each feature before `fc` (`has_fc_norm`) and feeds the normed
+output back (`feeds_normed`). The biases, the norms of queries and keys, and the norm over all features come from other
+trainers and exist for their checkpoints; new heads have none of them.
 
 EAGLE-1 (https://arxiv.org/abs/2401.15077), `Eagle1Head`. Entry j pairs the target's last hidden state (after the final
-norm) of token j with the embedding of token j + 1, and its output is an estimate of the last hidden state of token j + 1,
-which the target's own LM head turns into logits:
+norm) of token j with the embedding of token j + 1. Its output estimates the last hidden state of token j + 1, which the
+target's own LM head turns into logits:
 
     x_j = fc([embed(token_{j+1}); hidden_j])        hidden_j = the target's, or the last output
     h_j = x_j + attention(x_j);   out_j = h_j + mlp(post_attention_layernorm(h_j))
 
-The first layer has no input norm, nor is there a final one. Parameter names are those of the public checkpoints.
+There is no input norm and no final norm. Parameter names are those of the public checkpoints.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from torch import nn
 
 from selfspec.heads.base import DraftHead, HeadConfig
 
-# (queries [B, H, N, D], keys [B, G, N, D], values [B, G, N, D]) -> [B, N, H, D]; it knows the keys of earlier entries.
+# (queries [B, H, N, D], keys [B, G, N, D], values [B, G, N, D]) -> [B, N, H, D]. It also knows the keys of earlier entries.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-# The rotary scalings whose frequencies do not depend on the length of the text.
+# Rotary scalings whose frequencies do not depend on the length of the text.
 ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
 
@@ -49,9 +50,10 @@ class Eagle1Config(HeadConfig):
     """The shape of the decoder layer, which need not be the target's.
 
     Args:
-        rope_scaling: transformers' `rope_parameters` without the theta, None for plain rotary embeddings.
-        has_fc_bias, has_qkv_bias, has_o_bias: biases of `fc`, of the query, key and value and of the output projection.
-        has_qk_norm: queries and keys are normed head by head, as in Qwen3.
+        rope_scaling: transformers' `rope_parameters` without the theta; None for plain rotary embeddings.
+        has_fc_bias, has_qkv_bias, has_o_bias: biases of `fc`, of the query, key and value projections, and of the output
+            projection.
+        has_qk_norm: norms of each query and key head, as in Qwen3.
     """
 
     head_type: ClassVar[str] = "eagle1"
@@ -69,14 +71,14 @@ class Eagle1Config(HeadConfig):
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+            raise ValueError(f"num_heads={self.num_heads}: use a multiple of num_kv_heads={self.num_kv_heads}")
         kind = (self.rope_scaling or {}).get("rope_type", "none")
         if self.rope_scaling is not None and kind not in ROPE_SCALINGS:
-            raise ValueError(f"rope_scaling has rope_type {kind!r}: EAGLE heads know {', '.join(ROPE_SCALINGS)}")
+            raise ValueError(f"rope_scaling has rope_type {kind!r}: use one of {', '.join(ROPE_SCALINGS)}")
 
     @staticmethod
     def layer_shape(config: Any) -> dict[str, Any]:
-        """These fields from a transformers text config: the shape of the target's own layers."""
+        """The shape of the target's own layers, from its transformers text config."""
         return {
             "intermediate_size": config.intermediate_size,
             "num_heads": config.num_attention_heads,
@@ -90,11 +92,11 @@ class Eagle1Config(HeadConfig):
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig(Eagle1Config):
     """Args:
-    feature_layers: which hidden states are fused, in transformers' numbering (k: entering layer k).
-    draft_vocab_size: tokens it can draft; the target's vocabulary size for all.
-    has_lm_head: it has an LM head of its own, as all public checkpoints; else it drafts with the target's rows.
+    feature_layers: the hidden states that are fused, in transformers' numbering (k: entering layer k).
+    draft_vocab_size: number of tokens that the head can draft; the target's vocabulary size for all of them.
+    has_lm_head: the head has its own LM head, as all public checkpoints do; otherwise it drafts with the target's rows.
     has_fc_norm, feeds_normed: EAGLE-3.1's norms.
-    has_input_norm: one norm over the features side by side before `fc`, as NVIDIA's gpt-oss heads have.
+    has_input_norm: one norm over the concatenated features before `fc`, as in NVIDIA's gpt-oss heads.
     norm_before_residual: the residual branch carries the normed hidden state.
     """
 
@@ -119,13 +121,13 @@ class EagleConfig(Eagle1Config):
 
     @staticmethod
     def default_feature_layers(num_layers: int) -> tuple[int, ...]:
-        """Hidden states entering layers 2, n // 2 and n - 3; in a shallow target, those of them that exist."""
+        """Hidden states entering layers 2, n // 2 and n - 3; in a shallow target, the nearest that exist."""
         wanted = (2, num_layers // 2, num_layers - 3)
         return tuple(sorted({min(max(k, 0), num_layers) for k in wanted}))
 
 
 class EagleAttention(nn.Module):
-    """Rotary attention: `input_size` in, the hidden size out."""
+    """Rotary attention from `input_size` to the hidden size."""
 
     def __init__(self, config: Eagle1Config, input_size: int) -> None:
         super().__init__()
@@ -142,13 +144,14 @@ class EagleAttention(nn.Module):
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # Frequencies stay in float32: rounded to bfloat16, they are off by radians a thousand tokens on.
+        # Frequencies stay in float32. Rounded to bfloat16, they would be off by radians a thousand tokens on.
         inv_freq = self.inv_freq
         super()._apply(fn, recurse)
         self.inv_freq = inv_freq.to(self.inv_freq.device)
         return self
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """[B, N, E] from x [B, N, input_size] and positions [B, N]."""
         B, N, _ = x.shape
         query = self.q_norm(self.q_proj(x).view(B, N, self.num_heads, self.head_dim)).transpose(1, 2)
         key = self.k_norm(self.k_proj(x).view(B, N, self.num_kv_heads, self.head_dim)).transpose(1, 2)
@@ -173,13 +176,15 @@ def _rotary(config: Eagle1Config) -> tuple[torch.Tensor, float]:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    # Any length will do: these scalings read the one they were made for, not the longest.
+    # Any maximum will do, because these scalings read only the length that they were made for.
     shape = LlamaConfig(
         head_dim=D,
         max_position_embeddings=1 << 30,
         rope_parameters={"rope_theta": config.rope_theta, **config.rope_scaling},
     )
-    return ROPE_INIT_FUNCTIONS[config.rope_scaling["rope_type"]](shape, torch.device("cpu"))
+    # These functions read values from tensors, which the meta device would not allow if the head is built on it.
+    with torch.device("cpu"):
+        return ROPE_INIT_FUNCTIONS[config.rope_scaling["rope_type"]](shape, torch.device("cpu"))
 
 
 class EagleMLP(nn.Module):
@@ -193,11 +198,12 @@ class EagleMLP(nn.Module):
         self.down_proj = nn.Linear(F_, E, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., E] from x [..., E]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class EagleLayer(nn.Module):
-    """EAGLE-3's decoder layer: attention over [embedding; hidden], twice the hidden size."""
+    """EAGLE-3's decoder layer. Its attention reads [embedding; hidden], which is twice the hidden size."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -210,6 +216,7 @@ class EagleLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(E, eps)
 
     def forward(self, hidden: torch.Tensor, embedded: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """[B, N, E] from hidden and embedded [B, N, E] and positions [B, N]."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         x = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
@@ -218,7 +225,7 @@ class EagleLayer(nn.Module):
 
 
 class Eagle1Layer(nn.Module):
-    """EAGLE-1's decoder layer: no input norm."""
+    """EAGLE-1's decoder layer, which has no input norm."""
 
     def __init__(self, config: Eagle1Config) -> None:
         super().__init__()
@@ -228,12 +235,13 @@ class Eagle1Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(E, config.rms_norm_eps)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """[B, N, E] from x [B, N, E] and positions [B, N]."""
         hidden = x + self.self_attn(x, positions, attend)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class EagleHead(DraftHead):
-    """The head: fused features or its own outputs in, draft logits out. The caller brings attention and embedding."""
+    """EAGLE-3's head. It reads fused features or its own outputs; the caller brings attention and embeddings."""
 
     config_class = EagleConfig
     config: EagleConfig
@@ -253,15 +261,15 @@ class EagleHead(DraftHead):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
     def initialise(self, model: Any, draft_ids: torch.Tensor | None = None) -> None:
-        """Start the norm, and an LM head of its own, from the target's, and fix the draft vocabulary.
+        """Copy the target's final norm and, where the head has its own, LM head; fix the draft vocabulary.
 
         Args:
-            draft_ids: [draft_vocab_size] ascending target ids that the head can draft; needed unless it drafts all.
+            draft_ids: [draft_vocab_size] int64, ascending: the target ids that the head can draft. None if it drafts all.
         """
         size = self.config.draft_vocab_size
         if draft_ids is None:
             if size != self.config.target.vocab_size:
-                raise ValueError(f"draft_vocab_size={size} is a part of the vocabulary: draft_ids must say which")
+                raise ValueError(f"draft_vocab_size={size} is only a part of the vocabulary, so draft_ids must say which")
             draft_ids = torch.arange(size)
         self.d2t.copy_(draft_ids - torch.arange(size))
         if self.lm_head is not None:
@@ -272,11 +280,14 @@ class EagleHead(DraftHead):
 
     @property
     def draft_ids(self) -> torch.Tensor:
-        """[draft_vocab_size] the target id of every draft id."""
+        """[draft_vocab_size] int64, the target id of every draft id."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def output_layer(self, lm_head: Any) -> nn.Module:
-        """What turns `normed` into logits over the draft vocabulary: its own LM head, or a copy of the target's rows."""
+        """The module that turns `normed` [..., E] into logits [..., draft_vocab_size].
+
+        It is the head's own LM head, or a copy of the target's rows.
+        """
         if self.lm_head is not None:
             return self.lm_head
         weight = lm_head.weight.detach()
@@ -289,7 +300,7 @@ class EagleHead(DraftHead):
         return layer
 
     def fuse(self, features: list[torch.Tensor]) -> torch.Tensor:
-        """[B, N, E] from the feature layers' hidden states, each [B, N, E]."""
+        """Fuse the feature layers' hidden states, [B, N, E] each, into one [B, N, E]."""
         if self.fc_norm:
             features = [norm(feature) for norm, feature in zip(self.fc_norm, features, strict=True)]
         return self.fc(self.input_norm(torch.cat(features, dim=-1)))
@@ -300,9 +311,9 @@ class EagleHead(DraftHead):
         """One pass of the layer over N entries.
 
         Args:
-            hidden: [B, N, E] fused features, or the `fed` output of the entries before.
-            embedded: [B, N, E] embedding of each entry's next token.
-            positions: [B, N].
+            hidden: [B, N, E], fused features, or the `fed` output of the entries before.
+            embedded: [B, N, E], the embedding of each entry's next token.
+            positions: [B, N] int64.
 
         Returns:
             `normed` for the output layer and `fed` for the next pass, both [B, N, E].
@@ -313,7 +324,7 @@ class EagleHead(DraftHead):
 
 
 class Eagle1Head(DraftHead):
-    """EAGLE-1, behind the same calls as `EagleHead`."""
+    """EAGLE-1's head, with the same methods as `EagleHead`."""
 
     config_class = Eagle1Config
     config: Eagle1Config
@@ -326,7 +337,7 @@ class Eagle1Head(DraftHead):
         self.layers = nn.ModuleList([Eagle1Layer(config)])
 
     def initialise(self, model: Any) -> None:
-        """`fc` starts by passing the feature on: the first draft's logits are then the target's last ones."""
+        """Make `fc` pass the feature on. The first draft's logits then start as the target's last ones."""
         E = self.config.target.hidden_size
         self.fc.weight.data.copy_(torch.cat([torch.zeros(E, E), torch.eye(E)], dim=1))
         if self.fc.bias is not None:
@@ -334,20 +345,20 @@ class Eagle1Head(DraftHead):
 
     @property
     def draft_ids(self) -> torch.Tensor:
-        """[V] it drafts the whole vocabulary."""
+        """[V] int64: the head drafts the whole vocabulary."""
         return torch.arange(self.config.target.vocab_size, device=self.fc.weight.device)
 
     def output_layer(self, lm_head: nn.Module) -> nn.Module:
-        """The target's LM head."""
+        """The target's LM head, which turns [..., E] into [..., V]."""
         return lm_head
 
     def fuse(self, features: list[torch.Tensor]) -> torch.Tensor:
-        """The one feature it reads, as it is."""
+        """The one feature [B, N, E] that the head reads, unchanged."""
         return features[0]
 
     def forward(
         self, hidden: torch.Tensor, embedded: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `EagleHead.forward`; both results are the estimated feature."""
+        """As `EagleHead.forward`, with the same shapes. Both results are the estimated feature [B, N, E]."""
         out = self.layers[0](self.fc(torch.cat([embedded, hidden], dim=-1)), positions, attend)
         return out, out

@@ -1,12 +1,12 @@
-"""Early exit: the target's first layers, a few trained blocks on top of them, and the target's LM head draft.
+"""Early exit: the target's first layers, a few trained blocks and the target's LM head draft.
 
 The hidden state entering layer E at position t, which verification needs anyway, goes through the blocks and a final norm
-and predicts token t + 1 (https://arxiv.org/abs/2404.16710 exits early from the target itself; its layers would have to be
-trained for that, and the target is frozen here). Blocks are decoder layers of the target's own kind and start as copies of
-its layers. With `lora_rank` the first E layers are adapted too, by LoRA (https://arxiv.org/abs/2106.09685) through PEFT;
-they then compute other keys and values than the target's, so that the draft keeps a cache of its own.
+and predicts token t + 1. (https://arxiv.org/abs/2404.16710 exits early from the target itself. Its layers would have to be
+trained for that, and the target is frozen here.) Blocks are decoder layers of the target's own kind and start as copies of
+its layers. With `lora_rank` the first E layers are adapted too, by LoRA (https://arxiv.org/abs/2106.09685) through PEFT.
+They then compute other keys and values than the target, so the draft needs its own cache.
 
-With E = 0 nothing of the target but its embedding and LM head takes part: a distilled draft model.
+With E = 0 only the target's embedding and LM head take part. This is a distilled draft model.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from selfspec.model.layers import Resume, decoder_layers, final_norm, new_layers
 @dataclass(frozen=True, kw_only=True)
 class EarlyExitConfig(HeadConfig):
     """Args:
-    exit_layer: E, how many of the target's layers come before the blocks.
-    blocks: the target's layers that the blocks start as copies of, one block for each.
-    lora_rank, lora_alpha: LoRA on every linear layer of the first E layers; rank 0 is none.
+    exit_layer: E, the number of the target's layers before the blocks.
+    blocks: for each block, the layer of the target that it starts as a copy of.
+    lora_rank, lora_alpha: LoRA on every linear layer of the first E layers; rank 0 means no LoRA.
     layer_config: the target's text config, from which transformers builds the blocks.
     """
 
@@ -58,19 +58,19 @@ class EarlyExitConfig(HeadConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DistilledDraftConfig(EarlyExitConfig):
-    """A distilled draft's: no layer of the target's before the blocks."""
+    """The config of a distilled draft, which has no layer of the target before the blocks."""
 
     head_type: ClassVar[str] = "draft_model"
     exit_layer: int = 0
 
     def __post_init__(self) -> None:
         if self.exit_layer or self.lora_rank or not self.blocks:
-            raise ValueError("a distilled draft has blocks, and neither an exit layer nor LoRA")
+            raise ValueError("a distilled draft has blocks, and neither an exit layer nor LoRA: early_exit heads have these")
         self._check_blocks()
 
 
 class EarlyExitHead(DraftHead):
-    """Blocks, final norm and, with LoRA, adapters; `student` puts them together with the target."""
+    """Blocks, a final norm and, with LoRA, adapters. `student` joins them to the target."""
 
     config_class = EarlyExitConfig
     config: EarlyExitConfig
@@ -79,7 +79,7 @@ class EarlyExitHead(DraftHead):
         super().__init__(config)
         self.features = () if config.lora_rank or not config.exit_layer else (config.exit_layer,)
         self.layers, self.norm = new_layers(config.layer_config, config.blocks)
-        # The target's own weights stay on the meta device here until a target lends them, and are no part of its state.
+        # The target's own weights are on the meta device until a target lends them, and are no part of the head's state.
         self.adapted = nn.ModuleList()
         if config.lora_rank:
             with torch.device("meta"):
@@ -90,10 +90,10 @@ class EarlyExitHead(DraftHead):
 
     @classmethod
     def for_target(cls, identity: Any, model: PreTrainedModel, **shape: Any) -> Self:
-        """A new head of this shape, its blocks and norm copied from the target's."""
-        # As it will be read again: JSON has no other keys than strings.
+        """A new head of this shape, with blocks and norm copied from the target."""
+        # Through JSON, as it will be read again: keys become strings.
         record = json.loads(model.config.get_text_config().to_json_string(use_diff=False))
-        # Where the target lies on this machine is no part of its shape.
+        # The target's place on this machine is no part of its shape.
         record.pop("_name_or_path", None)
         head = cls(cls.config_class(target=identity, layer_config=record, **shape))
         head.initialise(model)
@@ -106,9 +106,9 @@ class EarlyExitHead(DraftHead):
         self.norm.load_state_dict(final_norm(model)[1].state_dict())
 
     def student(self, model: PreTrainedModel) -> PreTrainedModel:
-        """The draft as a model: what comes before the blocks, the blocks, the head's norm and the target's LM head.
+        """The draft as a model: the layers before the blocks, the blocks, the head's norm and the target's LM head.
 
-        Without LoRA its first layer is a `Resume`, which must be given the hidden states entering layer E.
+        Without LoRA its first layer is a `Resume`, to which the caller must give the hidden states entering layer E.
         """
         E, like = self.config.exit_layer, list(self.config.blocks)
         before: list[nn.Module] = []
@@ -125,7 +125,7 @@ class EarlyExitHead(DraftHead):
         return student
 
     def merged(self, model: PreTrainedModel) -> PreTrainedModel:
-        """`student` with the LoRA adapters merged into copies of the layers: an ordinary model, for serving."""
+        """`student` with the LoRA adapters merged into copies of the layers, an ordinary model for serving."""
         twin = copy.deepcopy(self)
         student = twin.student(model)
         twin.adapted = nn.ModuleList(_merge(copy.deepcopy(layer)) for layer in twin.adapted)
@@ -135,7 +135,7 @@ class EarlyExitHead(DraftHead):
         return student
 
     def _borrow(self, model: PreTrainedModel) -> None:
-        """Let the adapted layers use the target's weights; they are shared, not copied."""
+        """Let the adapted layers share the target's weights, without a copy."""
         layers = decoder_layers(model)[1]
         for adapted, layer in zip(self.adapted, layers, strict=False):
             for name, module in adapted.named_modules():
@@ -154,7 +154,7 @@ class EarlyExitHead(DraftHead):
 
 
 class DistilledDraft(EarlyExitHead):
-    """A draft model of a few layers that shares the target's embedding and LM head."""
+    """A draft model of a few layers with the target's embedding and LM head."""
 
     config_class = DistilledDraftConfig
 
@@ -173,7 +173,7 @@ def _expect_no_borrowed(head: nn.Module, keys: Any) -> None:
 
 
 def _with_lora(layers: nn.ModuleList, config: EarlyExitConfig) -> nn.ModuleList:
-    """LoRA beside every linear layer; its matrices on the CPU, B zero, so that it starts as the target."""
+    """Add LoRA to every linear layer. Its matrices are on the CPU, and B is zero, so the layers start as the target's."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -194,7 +194,7 @@ def _with_lora(layers: nn.ModuleList, config: EarlyExitConfig) -> nn.ModuleList:
 
 
 def _merge(layer: nn.Module) -> nn.Module:
-    """Replace every LoRA layer in `layer`, a copy, by a linear layer with the adapter added to its weight."""
+    """Replace every LoRA layer within `layer`, in place, by a linear layer with the adapter added to its weight."""
     from peft.tuners.lora import LoraLayer
 
     for module in list(layer.modules()):

@@ -1,12 +1,12 @@
 """Medusa heads: one small network per future position, all reading the target's last hidden state.
 
-Head i (from 0) at position t predicts token t + 2 + i: the LM head itself predicts t + 1 (https://arxiv.org/abs/2401.10774,
-section 2.1). Each head is L residual blocks x + silu(W x + b), with weights of its own, followed by an output layer: the
-target's LM head, shared and frozen (the default), or a private one.
+Head i (from 0) at position t predicts token t + 2 + i, because the LM head itself predicts t + 1
+(https://arxiv.org/abs/2401.10774, section 2.1). Each head has L residual blocks x + silu(W x + b) with weights of its own,
+and then an output layer: the target's LM head, shared and frozen (the default), or a private one.
 
-When the heads draft, token t + 1 is known already: it is the tree's root. With `has_root_input` its embedding is added to
-what every head reads, which the public checkpoints don't do (sequentially dependent heads, https://arxiv.org/abs/2402.05109,
-go further and read every drafted token).
+When the heads draft, token t + 1 is known already, because it is the tree's root. With `has_root_input`, every head also
+reads its embedding, added to the feature. The public checkpoints don't. (Sequentially dependent heads,
+https://arxiv.org/abs/2402.05109, go further and read every drafted token.)
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from selfspec.heads.base import DraftHead, HeadConfig
 @dataclass(frozen=True, kw_only=True)
 class MedusaConfig(HeadConfig):
     """Args:
-    num_heads: M, the deepest token it drafts.
-    num_blocks: residual blocks of each head.
+    num_heads: M, the depth of the deepest token that can be drafted.
+    num_blocks: number of residual blocks in each head.
     has_output_layer: private output layers instead of the target's LM head.
-    has_root_input: the heads read the embedding of the token after the feature's, too.
+    has_root_input: the heads also read the embedding of the token after the feature's.
     """
 
     head_type: ClassVar[str] = "medusa"
@@ -42,7 +42,7 @@ class MedusaConfig(HeadConfig):
 
 
 class ResidualBlock(nn.Module):
-    """x + silu(W x + b); starts as the identity, so that a new head starts as a copy of the LM head."""
+    """x + silu(W x + b). It starts as the identity, so a new head starts as a copy of the LM head."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -51,6 +51,7 @@ class ResidualBlock(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., E] from x [..., E]."""
         return x + F.silu(self.linear(x))
 
 
@@ -76,13 +77,18 @@ class MedusaHead(DraftHead):
         )
 
     def initialise(self, model: Any) -> None:
-        """Private output layers start as the target's LM head, so that every head starts by repeating it."""
+        """Copy the target's LM head into private output layers, so every head starts by repeating it."""
         weight = model.get_output_embeddings().weight.detach()
         for output in self.outputs:
             output.get_parameter("weight").data.copy_(weight)
 
     def inputs(self, features: torch.Tensor, root_embeddings: torch.Tensor) -> torch.Tensor:
-        """What the heads read, [..., E]: the feature of token t and, if they want it, the embedding of token t + 1."""
+        """What the heads read, [..., E].
+
+        Args:
+            features: [..., E], of tokens t.
+            root_embeddings: [..., E], of tokens t + 1; added if the heads have `has_root_input`.
+        """
         if self.root_proj is None or self.root_norm is None:
             return features
         return features + self.root_proj(self.root_norm(root_embeddings))
@@ -90,11 +96,12 @@ class MedusaHead(DraftHead):
     def forward(
         self, features: torch.Tensor, root_embeddings: torch.Tensor, lm_head: nn.Module, num_heads: int
     ) -> torch.Tensor:
-        """Logits [..., K, V] of the tokens 2 … K + 1 positions on, from the feature [..., E] at each position.
+        """Logits [..., K, V] for the tokens 2 … K + 1 positions after each feature's.
 
         Args:
-            root_embeddings: [..., E] the target's embedding of the token after each position's.
-            num_heads: K, the first heads.
+            features: [..., E].
+            root_embeddings: [..., E], the target's embedding of the token after each feature's.
+            num_heads: K, the number of heads to use, from the first.
         """
         inputs = self.inputs(features, root_embeddings)
         hidden = [head(inputs) for head in self.heads[:num_heads]]

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs
-"""The gate of a decoder layer's MLP: `silu(gate) * up`, read from a merged layer's output [..., 2F] (gate first).
+"""The gate of a decoder layer's MLP: `silu(gate) * up` from a merged layer's output [..., 2F], gate first.
 
-As in transformers, the activation is rounded to x's type before it is multiplied.
+As in transformers, the activation is rounded to x's type before the multiplication.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def _gated_silu_kernel(x_ptr, out_ptr, F, BLOCK_F: tl.constexpr):
 
 def gated_silu(x: torch.Tensor) -> torch.Tensor:
     """[..., F] from x [..., 2F]; see `gated_silu_reference`."""
-    # The number of rows is a grid's second dimension, whose limit is this.
+    # Rows are the grid's second dimension, and CUDA allows 65,535 there.
     return launch_gated_silu(x) if is_compiled_for(x) and 0 < x.numel() < x.shape[-1] << 16 else gated_silu_reference(x)
 
 
 def launch_gated_silu(x: torch.Tensor) -> torch.Tensor:
-    """`gated_silu` by the kernel."""
+    """`gated_silu` by the kernel: [..., F] from x [..., 2F]."""
     F = x.shape[-1] // 2
     assert x.shape[-1] == 2 * F, x.shape
     rows = x.reshape(-1, 2 * F).contiguous()

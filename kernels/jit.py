@@ -1,4 +1,4 @@
-"""Triton where it is installed, else names that let kernel files be imported; their public functions then use the twins."""
+"""Triton, if it is installed. Without it, kernel files can still be imported, and their public functions use the twins."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-# CPU builds of torch come without it.
+# CPU builds of torch come without Triton.
 triton: Any = import_module("triton") if find_spec("triton") else None
 tl: Any = import_module("triton.language") if triton else None
 
 
 def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`triton.jit(**options)`; without Triton the function itself, which nobody calls."""
+    """`triton.jit(**options)`. Without Triton, the decorator changes nothing and nobody calls the function."""
     return (lambda function: function) if triton is None else triton.jit(**options)
 
 
 def is_compiled_for(tensor: torch.Tensor) -> bool:
-    """Whether a public function runs its kernel on the tensor's device, and not its twin."""
+    """Whether public functions run their kernels, rather than the twins, on the device of `tensor` (of any shape)."""
     return triton is not None and tensor.is_cuda

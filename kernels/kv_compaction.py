@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
-"""Move the accepted path's rows of the KV pool to the end of the prefix, all layers, keys and values in one launch.
+"""Move the accepted path's rows of the KV pool to the end of the prefix: keys and values of all layers in one launch.
 
-A destination may be another node's source, so everything is read before the first write: in torch by `index_select`, in the
-kernel by a program that owns a stretch of BLOCK_E numbers of every slot on its path, in one layer, and holds them all in
-registers. Programs share no address. A slot that stays where it is moves no byte.
+A destination may be another node's source, so everything is read before the first write. In torch, indexing copies the
+sources first. In the kernel, a program owns the same BLOCK_E numbers of every slot on its path, in one layer, and holds them
+all in registers; no two programs share an address. A slot that stays where it is moves no byte.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
 from selfspec.kernels.reference import kv_compaction_reference
 
-# Slots a path, and numbers a program holds in registers.
+# The most slots of a path, and the most numbers that a program holds in registers.
 MAX_PATH = 128
 TILE = 4096
 
 
 @jit()
 def _move(pool_ptr, source, target, mask_moved, offs_e, WIDTH: tl.constexpr):
-    """Move stretch `offs_e [BLOCK_E]` of slots source [BLOCK_P] to slots target."""
+    """Move numbers `offs_e [BLOCK_E]` of slots `source [BLOCK_P]` to slots `target [BLOCK_P]`."""
     mask = mask_moved[:, None] & (offs_e < WIDTH)
     kept = tl.load(pool_ptr + source[:, None] * WIDTH + offs_e, mask=mask, other=0.0)
-    # A slot that one thread overwrites may be another's source.
+    # One thread may overwrite a slot that another has still to read.
     tl.debug_barrier()
     tl.store(pool_ptr + target[:, None] * WIDTH + offs_e, kept, mask=mask)
 
@@ -61,9 +61,14 @@ def _kv_compaction_kernel(
 def kv_compaction(
     key_cache: torch.Tensor, value_cache: torch.Tensor, source_slots: torch.Tensor, target_slots: torch.Tensor
 ) -> None:
-    """In place; arguments as in `kv_compaction_reference`."""
+    """Move slots of all layers, in place; see `kv_compaction_reference`.
+
+    Args:
+        key_cache, value_cache: [L, num_slots, G, D] and [L, num_slots, G, Dv].
+        source_slots, target_slots: [P] or [B, P].
+    """
     assert source_slots.shape == target_slots.shape, (source_slots.shape, target_slots.shape)
-    # More slots than any path has: a whole batch in one row, which registers cannot hold.
+    # A whole batch in one row has more slots than any path, and registers cannot hold them.
     if is_compiled_for(key_cache) and source_slots.shape[-1] <= MAX_PATH:
         launch_kv_compaction(key_cache, value_cache, source_slots, target_slots)
     else:
@@ -73,7 +78,7 @@ def kv_compaction(
 def launch_kv_compaction(
     key_cache: torch.Tensor, value_cache: torch.Tensor, source_slots: torch.Tensor, target_slots: torch.Tensor
 ) -> None:
-    """`kv_compaction` by the kernel."""
+    """`kv_compaction` by the kernel; shapes as there, and P is at most MAX_PATH."""
     assert key_cache.is_contiguous() and value_cache.is_contiguous()
     P = source_slots.shape[-1]
     assert P <= MAX_PATH, P

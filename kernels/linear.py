@@ -1,24 +1,26 @@
 # mypy: allow-untyped-defs
-"""Linear layers for the few rows of a decoding pass, whose result for a row does not depend on the other rows' number.
+"""Linear layers for the few rows of a decoding pass. A row's result does not depend on how many other rows there are.
 
-    out[r, o] = sum_i x[r, i] * weight[o, i] + bias[o] (+ residual[r, o], to what was rounded before)
+    out[r, o] = sum_i x[r, i] * weight[o, i] + bias[o] (+ residual[r, o], added to the rounded sum)
 
-One program computes BLOCK_OUT outputs of BLOCK_R rows: it walks through its stripe of the weight in steps of BLOCK_IN, in
-ascending order, and adds up in float32. Where a weight has so few outputs that multiprocessors would idle, two programs have
-half of the inputs each, and the one that is done last adds the other's sums to its own: the order of two does not matter.
-Rows that fill several tiles are neighbours in launch order, so that the stripe comes from memory once and then from L2.
+One program computes BLOCK_OUT outputs of BLOCK_R rows. It walks through its stripe of the weight in steps of BLOCK_IN, in
+ascending order, and adds up in float32. A weight with few outputs would leave multiprocessors idle, so two programs share
+each of its tiles and take half of the inputs each. The one that finishes last adds the other's sums to its own; the order of
+two does not matter. Where rows fill several tiles, these are neighbours in launch order, so the stripe comes from memory
+once and then from L2.
 
-The weight's rows are the left operand of the matrix instruction and x the right one: which instruction a layer runs follows
-from BLOCK_OUT, which follows from the weight's shape alone. With x on the left, 64 rows would run another one than 16.
+The weight's rows are the left operand of the matrix instruction and x is the right one. BLOCK_OUT then decides which
+instruction runs, and BLOCK_OUT follows from the weight's shape alone. With x on the left, 64 rows would run another
+instruction than 16.
 
 **An RMSNorm between two layers** needs no launch of its own. The layer before it (`linear_before_norm`) writes its output h,
-and with it what the norm's weight makes of h and, for each row and program, the sum of its squares; the layer after it
-(`normed_linear`) reads the weighted rows and scales its own sums, since the norm's divisor is one number a row:
+h times the norm's weight and, for each row and program, a sum of squares. The layer after it (`normed_linear`) reads the
+weighted rows and scales its own sums, because the norm divides a whole row by one number:
 
     sum_i (h_i * w_i / rms) * weight[o, i]  =  (sum_i (h_i * w_i) * weight[o, i]) / rms
 
-**A gated MLP's first layer** (`normed_gated_linear`), gate and up in one weight [2F, IN], takes half of a program's outputs
-from each, and writes `silu(gate) * up`.
+**A gated MLP's first layer** (`normed_gated_linear`) has gate and up in one weight [2F, IN]. Each program takes half of its
+outputs from either and writes `silu(gate) * up`.
 """
 
 from __future__ import annotations
@@ -34,16 +36,16 @@ from selfspec.kernels.gated_activation import gated_silu
 from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
 from selfspec.kernels.rms_norm import Norm, rms_norm
 
-# A pass of more rows goes through F.linear, which is faster there.
+# F.linear is faster for more rows than this, and gets them.
 MAX_ROWS = 256
-# One step of the sum, for every weight: the order of additions is part of the result.
+# One step of the sum, the same for every weight because the order of additions is part of the result.
 BLOCK_IN, FLOAT32_BLOCK_IN = 128, 32
 ROW_TILES = (16, 32, 64, 128)
 MAX_STAGES = 8
 
 
 class Tile(NamedTuple):
-    """What a program is for weights of at least `min_outputs` rows; `shared_kib` bounds its stages in flight."""
+    """How a program is built for weights of at least `min_outputs` rows; `shared_kib` bounds the memory of its stages."""
 
     min_outputs: int
     block_out: int
@@ -52,22 +54,22 @@ class Tile(NamedTuple):
     num_parts: int = 1
 
 
-# Stripes of 64 and more are `wgmma`'s. Narrower ones where most multiprocessors would get none; two parts where twice the
-# programs still fit the card at once.
+# Stripes of 64 outputs and more run on `wgmma`. They are narrower where most multiprocessors would get none, and have two
+# parts where twice the programs still fit the card at once.
 TILES = (Tile(12288, 128, 8, 200), Tile(4225, 64, 4, 200), Tile(2048, 64, 4, 200, num_parts=2), Tile(0, 16, 2, 100))
-# Of rows that fill several tiles, outputs are twice as many: the row's bits are the same, and x is read half as often.
+# With more rows than HIGH_ROWS, stripes of 64 outputs become 128: a row's bits are the same, and x is read half as often.
 HIGH_ROWS, HIGH_OUTPUTS, HIGH_WARPS = 128, 128, 8
 FLOAT32_TILE = Tile(0, 32, 4, 0)
 
 
 @dataclass(frozen=True)
 class NormedRows:
-    """Rows and the norm that the next layer reads them through, begun where a kernel finishes it.
+    """Rows and the norm through which the next layer reads them. The kernel that wrote the rows may have begun the norm.
 
     Attributes:
         hidden: [..., E], before the norm.
-        weighted: [..., E], `hidden * (offset + weight) / divisor`.
-        squares: [R, P] float32, the rows' sums of squares by the programs that wrote them.
+        weighted: [..., E], `hidden * (offset + weight) / divisor`; None if no kernel began the norm.
+        squares: [R, P] float32, for each row one sum of squares from every program that wrote a part of it.
     """
 
     hidden: torch.Tensor
@@ -76,13 +78,13 @@ class NormedRows:
     squares: torch.Tensor | None = None
 
     def finish(self) -> torch.Tensor:
-        """[..., E], by the norm's own kernel."""
+        """The normed rows [..., E], by the norm's own kernel."""
         return rms_norm(self.hidden, self.norm.weight, self.norm.eps, **self.norm.rule)
 
 
 @jit()
 def _sum_pairs(x, R: tl.constexpr):
-    """[R] from x [R, N], N a power of two: neighbours first, so that the order does not follow from a tensor's layout."""
+    """Row sums [R] of x [R, N], N a power of two. Neighbours are added first, whatever the tensor's layout."""
     for _ in tl.static_range(16):
         if x.shape[1] > 1:
             x = tl.sum(tl.reshape(x, (R, x.shape[1] // 2, 2)), 2)
@@ -125,7 +127,7 @@ def _linear_kernel(
     offs_in = tl.arange(0, BLOCK_IN)
     lane = tl.arange(0, BLOCK_OUT)
     if IS_GATED:
-        # Half of the outputs are gates, and the other half theirs from `up`.
+        # The first half of the lanes are gates, the second half the same outputs of `up`.
         HALF: tl.constexpr = BLOCK_OUT // 2
         mask_out = tile_out * HALF + lane % HALF < OUT // 2
         offs_out = tile_out * HALF + lane % HALF + lane // HALF * (OUT // 2)
@@ -160,7 +162,7 @@ def _linear_kernel(
         tile = tile_out * num_row_tiles + tile_r
         sums = sums_ptr + tile * 2 * SIZE + lane[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
         tl.store(sums + part * SIZE, acc, cache_modifier=".cg")
-        # All threads have stored before one counts.
+        # All threads must have stored before one of them counts.
         tl.debug_barrier()
         if tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == 0:
             return
@@ -191,7 +193,7 @@ def _linear_kernel(
             norm_weight = norm_offset + tl.load(norm_weight_ptr + offs_out, mask=mask_out, other=0.0).to(tl.float32)
             weighted = hidden * (norm_weight * norm_factor)[:, None]
             tl.store(next_weighted_ptr + offs, weighted.to(out.dtype), mask=mask)
-            # Outputs past the last are zeros.
+            # Lanes past the last output hold zeros.
             next_squares = _sum_pairs(tl.trans(hidden * hidden), BLOCK_R)
             num_tiles = tl.cdiv(OUT, BLOCK_OUT)
             tl.store(next_squares_ptr + offs_r * num_tiles + tile_out, next_squares, mask=mask_r)
@@ -212,31 +214,37 @@ def linear(
 
 
 def begin_norm(hidden: torch.Tensor, norm: Norm) -> NormedRows:
-    """Rows [..., E] that no layer has begun to norm: the same as where one has."""
+    """`NormedRows` of hidden [..., E] that no layer wrote, with the same bits as if one had."""
     if not _is_compiled_for(hidden):
         return NormedRows(hidden, norm)
-    # A layer of no inputs, whose residual they are.
+    # A layer without inputs adds nothing to its residual, the rows.
     return launch_linear_before_norm(hidden[..., :0], norm.weight.new_empty(len(norm.weight), 0), None, hidden, norm)
 
 
 def linear_before_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, norm: Norm
 ) -> NormedRows:
-    """`linear`, and what `norm`'s next reader needs of it."""
+    """`linear` with the norm begun that the next layer reads it through.
+
+    Args:
+        x, weight, bias: [..., IN], [OUT, IN] and [OUT].
+        residual: [..., OUT], added to the result.
+        norm: of width OUT.
+    """
     if _is_compiled_for(x):
         return launch_linear_before_norm(x, weight, bias, residual, norm)
     return NormedRows(linear(x, weight, bias, residual), norm)
 
 
 def normed_linear(x: NormedRows, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """[..., OUT]: `linear` of normed rows."""
+    """`linear` of normed rows: [..., OUT] from x [..., E], weight [OUT, E] and bias [OUT]."""
     if x.weighted is None:
         return linear(x.finish(), weight, bias)
     return launch_linear(x, weight, bias)
 
 
 def normed_gated_linear(x: NormedRows, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """[..., F] from weight [2F, E], gate first: `silu(gate) * up` of normed rows."""
+    """`silu(gate) * up` of normed rows: [..., F] from x [..., E], weight [2F, E] with the gate first, and bias [2F]."""
     if x.weighted is None:
         return gated_silu(linear(x.finish(), weight, bias))
     return launch_linear(x, weight, bias, is_gated=True)
@@ -254,14 +262,22 @@ def launch_linear(
     *,
     is_gated: bool = False,
 ) -> torch.Tensor:
-    """`linear`, `normed_linear` and `normed_gated_linear` by the kernel."""
+    """`linear`, `normed_linear` and `normed_gated_linear` by the kernel.
+
+    Args:
+        x, weight, bias: [..., IN], [OUT, IN] and [OUT].
+        residual: [..., OUT], added to the result.
+
+    Returns:
+        [..., OUT], or [..., OUT / 2] where `is_gated`.
+    """
     return _launch(x, weight, bias, residual, None, is_gated)[0]
 
 
 def launch_linear_before_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, norm: Norm
 ) -> NormedRows:
-    """`linear_before_norm` by the kernel."""
+    """`linear_before_norm` by the kernel; shapes as there."""
     hidden, weighted, squares = _launch(x, weight, bias, residual, norm, False)
     return NormedRows(hidden, norm, weighted, squares)
 
@@ -274,7 +290,7 @@ def _launch(
     norm: Norm | None,
     is_gated: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The output, and with a norm to come the weighted rows and their squares."""
+    """The output [..., OUT], and with a norm to come the weighted rows [..., OUT] and squares [R, P]; None otherwise."""
     before = x if isinstance(x, NormedRows) else None
     rows = x.weighted if isinstance(x, NormedRows) else x
     assert rows is not None
@@ -336,23 +352,26 @@ def _launch(
 
 
 def _tile(x: torch.Tensor, num_outputs: int, num_rows: int) -> tuple[Tile, int, int, int]:
-    """The program for a weight and a number of rows, BLOCK_IN, BLOCK_R, and its stages."""
+    """The tile, BLOCK_IN, BLOCK_R and number of stages for `num_rows` rows and a weight of `num_outputs` rows."""
     if x.dtype == torch.float32:
-        # No matrix instruction multiplies float32 exactly: a thread holds its operands in registers.
+        # No matrix instruction multiplies float32 exactly, so threads hold the operands in registers.
         return FLOAT32_TILE, FLOAT32_BLOCK_IN, ROW_TILES[0], 2
     tile = next(tile for tile in TILES if tile.min_outputs <= num_outputs)
     if num_rows > HIGH_ROWS and tile.block_out == HIGH_OUTPUTS // 2:
         tile = tile._replace(block_out=HIGH_OUTPUTS, num_warps=HIGH_WARPS)
     shared = min(tile.shared_kib * 1024, _shared_memory(x.device))
     stages = {size: shared // ((tile.block_out + size) * BLOCK_IN * x.element_size()) for size in ROW_TILES}
-    # Tiles of which two stages fit: not the largest on cards with little shared memory.
+    # Two stages must fit, which rules out the largest tiles on cards with little shared memory.
     sizes = [size for size in ROW_TILES if stages[size] >= 2]
     block_r = next((size for size in sizes if size >= num_rows), sizes[-1])
     return tile, BLOCK_IN, block_r, min(MAX_STAGES, stages[block_r])
 
 
 def _counters(device: torch.device) -> torch.Tensor:
-    """Zeros that every launch leaves as zeros: of the current stream, or of all graphs, which never run at the same time."""
+    """A zeroed buffer [4096]; every launch resets what it used.
+
+    Each stream has one. All graphs share one, because they never run at the same time.
+    """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return _zeros(device, None)
     return _zeros(device, torch.cuda.current_stream(device).cuda_stream)
@@ -365,8 +384,8 @@ def _zeros(device: torch.device, stream: int | None) -> torch.Tensor:
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have for its stages."""
+    """Bytes of shared memory that one program may use for its stages."""
     if device.type != "cuda":
         return 1 << 30
-    # Some bytes are the compiler's own.
+    # The compiler needs some bytes itself.
     return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"] - 2048

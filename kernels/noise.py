@@ -1,4 +1,4 @@
-"""Random numbers that are a function of (key, position, stream): nothing to seed, store, or run out of order.
+"""Random numbers as a function of (key, position, stream): there is no state to seed, to store or to get out of step.
 
 Two decoding runs that reach the same position of the same request draw the same number there, whether the token is one of
 eight siblings, the last of a draft, or decoded alone. The generator is SplitMix64 in counter mode
@@ -13,7 +13,7 @@ import torch
 
 
 class Stream(IntEnum):
-    """Independent number sequences of one position. The accept draw and the residual draw must never share one."""
+    """The independent sequences of numbers at one position. The accept draw and the residual draw must never share one."""
 
     TARGET = 0
     ACCEPT = 1
@@ -31,29 +31,29 @@ _MIX_2 = _signed(0x94D049BB133111EB)
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift of int64."""
+    """Logical right shift of int64 [...]."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def splitmix64(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's output function: a bijection of int64 whose outputs over a counter pass BigCrush."""
+    """SplitMix64's output function, element by element: a bijection of int64 [...] that passes BigCrush over a counter."""
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)
 
 
 def sample_key(seed: int, sample_index: int) -> int:
-    """The noise key of one sample of a request; sample 0 of a seed is the request sent alone with that seed."""
+    """The noise key of one of a request's samples. Sample 0 draws what a request for one sample with that seed draws."""
     mixed = splitmix64(torch.tensor(seed) + torch.tensor(sample_index) * _GOLDEN)
     return int(splitmix64(mixed ^ _MIX_2))
 
 
 def uniform(keys: torch.Tensor, positions: torch.Tensor, stream: Stream, size: int) -> torch.Tensor:
-    """Float32 numbers in (0, 1), full relative precision near 0.
+    """Uniform float32 numbers in (0, 1), of full relative precision near 0.
 
     Args:
-        keys, positions: int64 of equal shape [...].
-        size: how many for each.
+        keys, positions: [...] int64.
+        size: how many numbers each pair gets.
 
     Returns:
         [..., size].
@@ -65,9 +65,9 @@ def uniform(keys: torch.Tensor, positions: torch.Tensor, stream: Stream, size: i
 
 
 def gumbel(keys: torch.Tensor, positions: torch.Tensor, stream: Stream, size: int) -> torch.Tensor:
-    """Standard Gumbel numbers: `argmax(log_probs + gumbel)` is a draw from `probs`.
+    """Standard Gumbel numbers [..., size] for keys and positions [...]: `argmax(log_probs + gumbel)` is a draw from `probs`.
 
-    Written as minus the log of an exponential number, -log1p(-u), which keeps full precision where it matters: at small
-    exponentials, the ones that win.
+    Each is minus the log of an exponential number, -log1p(-u). That keeps full precision for small exponentials, which are
+    the ones that win.
     """
     return -torch.log(-torch.log1p(-uniform(keys, positions, stream, size)))

@@ -1,11 +1,11 @@
-"""The specification of every kernel: naive torch, one function per kernel, written to be read and compared against.
+"""The specification of every kernel: one function of naive torch per kernel, written to be read and compared against.
 
-Each function has the name of its kernel with `_reference` and the same signature. Where neither Triton nor a faster torch
-form serves, the public functions beside this file call these.
+Each function has the name of its kernel with `_reference`, and the same signature. A kernel's public function calls it where
+neither Triton nor a faster form in torch serves; nothing outside this folder and the tests does.
 
-A paged pool stores one row per slot: `key_cache [num_slots, G, D]`. Position `t` of batch row `b` lies in slot
-`block_tables[b, t // block_size] * block_size + t % block_size`. Positions `0 … T-1` are the committed prefix; node `j` of
-the candidate tree lies at `T + j` (its *storage* index) while its position in the text is `T + depths[j]`.
+A paged pool stores one row per slot: `key_cache [num_slots, G, D]`. Storage index `i` of batch row `b` lies in slot
+`block_tables[b, i // block_size] * block_size + i % block_size`. Indices `0 … T-1` hold the committed prefix. Node `j` of
+the candidate tree has the storage index `T + j`, while its position in the text is `T + depths[j]`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from selfspec.kernels.slots import slots_of
 
 if TYPE_CHECKING:
     from selfspec.kernels.rms_norm import Norm
+
+# Where a tree grows, NaN, -inf and every lower number count as this. Its sum with any usual logit is finite in float32.
+LEAST = -3.0e38
 
 
 def tree_attention_reference(
@@ -36,20 +39,21 @@ def tree_attention_reference(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of every tree node to the prefix and to its own ancestors, in fp32.
+    """Attention of every tree node to the prefix, its ancestors and itself, in float32.
 
         out[i] = softmax_j(cap(scaling * q_i . k_j) | j visible to i) @ v,    cap(x) = softcap * tanh(x / softcap)
 
-    A prefix key at position t is visible to node i if `T + depths[i] - t < sliding_window`; a tree key j if it is an
-    ancestor of i (or i itself) and `depths[i] - depths[j] < sliding_window`. A sink adds `exp(sinks[h])` to head h's
-    softmax denominator (https://arxiv.org/abs/2309.17453).
+    A prefix key at position t is visible to node i if `T + depths[i] - t < sliding_window`. The key of tree node j is
+    visible to i if j is i or an ancestor of i and `depths[i] - depths[j] < sliding_window`. A sink adds `exp(sinks[h])` to
+    head h's softmax denominator (https://arxiv.org/abs/2309.17453).
 
     Args:
         query: [B, H, N, D]; head h reads key-value head `h // (H // G)`.
-        key_cache, value_cache: [num_slots, G, D] and [num_slots, G, Dv], the tree's rows already written.
-        block_tables, lengths: [B, M] and [B], int64; `lengths` is T, the committed prefix.
-        depths, ancestor_mask: [B, M] int64 and [B, N, M] bool of the tree's M stored nodes; the queries are the last N of
-            them (all of them in a verify pass, the newest layer where a tree grows).
+        key_cache, value_cache: [num_slots, G, D] and [num_slots, G, Dv]; the tree's rows are already written.
+        block_tables: [B, P] int64, the blocks of each row.
+        lengths: [B] int64, each row's T.
+        depths, ancestor_mask: [B, M] int64 and [B, N, M] bool, of the tree's M stored nodes. The queries are the last N of
+            these: all in a verify pass, the newest layer where a tree grows.
         sinks: [H] or None.
 
     Returns:
@@ -93,7 +97,8 @@ def kv_compaction_reference(
 
     Args:
         key_cache, value_cache: [L, num_slots, G, D] and [L, num_slots, G, Dv]; changed in place.
-        source_slots, target_slots: [P], or [B, P] where no row of B names another row's slot. A move may be named twice.
+        source_slots, target_slots: [P] or [B, P] int64. A row of B may not name another row's slot; it may name one move
+            twice.
     """
     key_cache[:, target_slots] = key_cache[:, source_slots]
     value_cache[:, target_slots] = value_cache[:, source_slots]
@@ -110,11 +115,14 @@ def path_attention_reference(
     block_size: int,
     scaling: float,
 ) -> torch.Tensor:
-    """`tree_attention_reference` of nodes whose paths are known, node by node.
+    """`tree_attention_reference` for nodes whose paths are known, node by node.
 
     Args:
-        depths: [B, N].
-        path_slots: [B, N, K]: of a node of depth d, the slots of its ancestors at depths 0 ... d - 1, and its own.
+        query: [B, H, N, D].
+        key_cache, value_cache: [num_slots, G, D] and [num_slots, G, Dv].
+        block_tables, lengths: [B, P] and [B], int64.
+        depths: [B, N] int64.
+        path_slots: [B, N, K] int64. A node of depth d has the slots of its ancestors at 0 … d - 1, and its own at d.
 
     Returns:
         [B, N, H, Dv].
@@ -133,7 +141,7 @@ def path_attention_reference(
 
 
 def row_argmax_reference(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index of the first greatest logit of every row, NaN counting as +inf, and whether that logit is finite.
+    """Index of every row's first greatest logit, and whether that logit is finite. NaN counts as +inf.
 
     Args:
         logits: [..., V].
@@ -149,23 +157,23 @@ def row_argmax_reference(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 def row_sample_reference(
     logits: torch.Tensor, depths: torch.Tensor, integers: torch.Tensor, fractions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token of every node by its row's law, and whether its logits are sound: as in `row_argmax_reference`.
+    """Every node's token by its text's settings, and whether its greatest logit is finite, as in `row_argmax_reference`.
 
-    A greedy row takes the first greatest logit, and so does a row of logits that is not sound. Any other takes the first
-    greatest `logit / temperature + gumbel`, a draw from softmax(logit / temperature), among the tokens that are kept:
+    A greedy text takes the first greatest logit, and so does any node whose greatest logit is not finite. The others take
+    the first greatest `logit / temperature + gumbel`, a draw from softmax(logit / temperature), among the kept tokens:
 
         top-k:  fewer than k tokens have greater logits
-        top-p:  of what top-k keeps, those with greater logits have less than top_p of the probability
-        min-p:  the probability is at least min_p of the greatest
+        top-p:  among those that top-k keeps, the tokens with greater logits have less than top_p of the probability
+        min-p:  the probability is at least min_p times the greatest
 
-    These are transformers' filters in its order, each of what the one before leaves. Equal logits are kept or dropped
-    together, where transformers cuts a nucleus between them wherever its sort has put them. Probabilities at a filter's
-    edge are compared up to rounding.
+    These are transformers' filters in its order; each sees what the one before leaves. Equal logits are kept or dropped
+    together, while transformers may cut a nucleus between them, depending on its sort. Probabilities at a filter's edge are
+    compared up to rounding.
 
     Args:
         logits: [B, N, V].
-        depths: [B, N] int64; a node's token has the position `num_tokens + depth`.
-        integers: [B, 3] int64: noise key, number of committed tokens, top-k (0 keeps all).
+        depths: [B, N] int64; the noise of a node's token is that of position `num_tokens + depth`.
+        integers: [B, 3] int64: noise key, `num_tokens` (the number of committed tokens), top-k (0 keeps all).
         fractions: [B, 3] float32: temperature (0 is greedy), top-p, min-p.
 
     Returns:
@@ -187,10 +195,10 @@ def row_sample_reference(
 def _kept_tokens(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """[B, N, V] bool: the tokens that top-k, top-p and min-p keep."""
+    """[B, N, V] bool: the tokens of `logits [B, N, V]` that top-k, top-p and min-p, each [B, 1, 1] or [B, N, 1], keep."""
     ordered, indices = logits.sort(-1, descending=True)
     weights = ((ordered - ordered[:, :, :1]) / temperature).double().exp()
-    # How many tokens have greater logits.
+    # The number of tokens with greater logits.
     num_above = torch.searchsorted(-ordered, -ordered)
     is_in_top_k = (num_above < top_k) | (top_k == 0)
     weights = torch.where(is_in_top_k, weights, 0.0)
@@ -212,23 +220,28 @@ def grow_layer_reference(
     depth: int,
     token_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Give every node of the beam its k likeliest children; the best of all of them are the next beam.
+    """Give every node of the beam its k likeliest children; the best of all these children are the next beam.
+
+    Logits and scores that are NaN or below `LEAST` count as `LEAST`. Of equal numbers any may come first here; in the
+    kernel it is the first.
 
     Args:
         logits: [B, W, V].
-        beam, beam_scores: [B, W] the nodes' numbers in the tree, and the log-probabilities of their paths.
+        beam, beam_scores: [B, W] int64 and float32: each node's number in the tree and its path's log-probability.
         num_children: k, at most V.
-        width: of the next beam, W' = min(width, W * k).
+        width: the next beam has W' = min(width, W * k) nodes.
         first_node, depth: the first child's number in the tree, and the children's depth.
-        token_ids: [V] the target's id of each drafted one, where they differ.
+        token_ids: [V] int64, the target's id for each draft id; None where they are the same.
 
     Returns:
-        The fields of `tree_growth.Layer`.
+        The fields of `tree_growth.Layer`: [3, B, W * k], [B, W * k], [3, B, W'] and [B, W'].
     """
-    best = logits.float().log_softmax(-1).topk(num_children, dim=-1)
+    logits = logits.float()
+    best = torch.where(logits > LEAST, logits, LEAST).log_softmax(-1).topk(num_children, dim=-1)
     tokens = best.indices if token_ids is None else token_ids[best.indices]
     tokens = tokens.flatten(1)  # [B, W * k]
     scores = (beam_scores[:, :, None] + best.values).flatten(1)
+    scores = torch.where(scores > LEAST, scores, LEAST)
     parents = beam.repeat_interleave(num_children, dim=1)
     chosen = scores.topk(min(width, tokens.shape[1]), dim=1)
     parent_places = chosen.indices // num_children
@@ -242,12 +255,12 @@ def tree_accept_reference(
     """Walk from the root while the target's chosen token is among the current node's children.
 
     Args:
-        tokens, parents: [B, N] int64; padding nodes have token -1 and parent -1 and are never reached.
-        chosen: [B, N]; the target's own next token at every node.
-        max_depth: D, the length of the longest path.
+        tokens, parents: [B, N] int64; padding nodes have token -1 and parent -1, and the walk never reaches them.
+        chosen: [B, N] int64, the target's own next token at every node.
+        max_depth: K, at least the depth of the longest path.
 
     Returns:
-        `path [B, D + 1]` (node ids, the root first, -1 past the end) and `num_accepted [B]`.
+        `path [B, K + 1]` (node ids, the root first, -1 past the end) and `num_accepted [B]`, both int64.
     """
     B, N = tokens.shape
     path = torch.full((B, max_depth + 1), -1, dtype=torch.int64)
@@ -266,18 +279,18 @@ def tree_accept_reference(
 
 
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A linear layer, added up in float32 and rounded once: [..., OUT] from x [..., IN] and weight [OUT, IN]."""
+    """A linear layer, summed in float32 and rounded once: [..., OUT] from x [..., IN], weight [OUT, IN] and bias [OUT]."""
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
 def rms_norm_reference(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0, is_rounded_first: bool = False
 ) -> torch.Tensor:
-    """`x / sqrt(mean(x²) + eps) * (offset + weight)` over the last dimension, in float32; the output has x's type.
+    """`x / sqrt(mean(x²) + eps) * (offset + weight)` in float32: [..., E], x's type, from x [..., E] and weight [E].
 
     Args:
         offset: 1 where a checkpoint stores the weight's difference from 1 (Gemma).
-        is_rounded_first: round to x's type before the weight is multiplied as well (Llama).
+        is_rounded_first: also round to x's type before the multiplication by the weight (Llama).
     """
     normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
     if is_rounded_first:
@@ -286,7 +299,7 @@ def rms_norm_reference(
 
 
 def gated_silu_reference(x: torch.Tensor) -> torch.Tensor:
-    """[..., F] from x [..., 2F]: `silu(first half) * second half`."""
+    """`silu(first half) * second half`: [..., F] from x [..., 2F]."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -305,12 +318,13 @@ def rotary_store_reference(
     Args:
         qkv: [B, N, (H + 2 G) * D], each token's query, key and value heads side by side.
         cos, sin: [B or 1, N, D].
-        slots: [B * N] int64.
+        slots: [B * N] int64, where each token's key and value go.
         key_cache, value_cache: [num_slots, G, D], written in place.
-        head_norms: of queries and of keys, head by head, before they are rotated; alike but for their weights [D].
+        head_norms: the norms of query heads and of key heads, applied before the rotation. They differ only in their
+            weights [D].
 
     Returns:
-        [B, N, H, D].
+        The rotated queries, [B, N, H, D].
     """
     G, D = key_cache.shape[1:]
     heads = qkv.unflatten(2, (-1, D))

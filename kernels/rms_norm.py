@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs
-"""RMSNorm (https://arxiv.org/abs/1910.07467), whose result for a row does not depend on the other rows' number.
+"""RMSNorm (https://arxiv.org/abs/1910.07467). A row's result does not depend on how many other rows there are.
 
     out = (x / sqrt(mean(x²) + eps)) * (offset + weight)
 
-in float32, rounded once at the end, or, as Llama has it, rounded before it is multiplied by the weight as well. One program
-holds one row [E]; the order in which its squares are added follows from E. Rows may lie E or more apart, evenly in each of
-two dimensions, so that the slices of a merged layer's output need no copy; so may the outputs.
+The formula is computed in float32 and rounded at the end, and in Llama before the multiplication by the weight as well. One
+program holds one row [E]; the order in which it adds the squares follows from E. Rows may lie further apart than E, at even
+distances in each of two dimensions, so slices of a merged layer's output need no copy. The same goes for the output's rows.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
 from selfspec.kernels.reference import rms_norm_reference
 
-# The longest row that a program's registers hold.
+# A program's registers hold no longer row.
 MAX_WIDTH = 32768
 
 
 class Norm(NamedTuple):
-    """An RMSNorm as other kernels take it along: `x / sqrt(mean(x²) + eps) * (offset + weight)`, weight [E].
+    """An RMSNorm for other kernels to apply: `x / sqrt(mean(x²) + eps) * (offset + weight)`, weight [E].
 
-    `divisor` divides the weight while rows wait for the rest of the formula, so that none overflows: a power of two, and so
-    without rounding, of at least the greatest magnitude of `offset + weight`.
+    A kernel that begins the norm divides the weight by `divisor` so that the weighted rows cannot overflow. The divisor is
+    no less than any magnitude of `offset + weight`, and a power of two, so it rounds nothing.
     """
 
     weight: torch.Tensor
@@ -37,14 +37,14 @@ class Norm(NamedTuple):
 
     @classmethod
     def of(cls, weight: torch.Tensor, eps: float, *, offset: float = 0.0, is_rounded_first: bool = False) -> Norm:
-        """Reads the weight on the host."""
+        """The norm with weight [E], which is read on the host."""
         greatest = float((offset + weight.detach().float()).abs().max())
         exponent = math.ceil(math.log2(greatest)) if 0 < greatest < math.inf else 0
         return cls(weight, eps, offset, is_rounded_first, 2.0**exponent)
 
     @property
     def rule(self) -> dict[str, Any]:
-        """What `rms_norm` takes beside the weight and eps."""
+        """The arguments of `rms_norm` besides the weight and eps."""
         return {"offset": self.offset, "is_rounded_first": self.is_rounded_first}
 
 
@@ -92,7 +92,7 @@ def rms_norm(
     """[..., E], x's type, from x [..., E] and weight [E]; see `rms_norm_reference`.
 
     Args:
-        out: where to write it: rows of a contiguous tensor, or as many of its columns.
+        out: [..., E] to write into: a contiguous tensor, or some columns of one.
     """
     if is_compiled_for(x) and 0 < x.shape[-1] <= MAX_WIDTH and x.numel():
         return launch_rms_norm(x, weight, eps, offset=offset, is_rounded_first=is_rounded_first, out=out)
@@ -109,11 +109,11 @@ def launch_rms_norm(
     is_rounded_first: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`rms_norm` by the kernel."""
+    """`rms_norm` by the kernel; shapes as there."""
     E = x.shape[-1]
     assert weight.shape == (E,) and weight.is_contiguous() and E <= MAX_WIDTH, (x.shape, weight.shape)
     rows = x[(None,) * (3 - x.ndim)].flatten(0, -3)  # [outer, inner, E]
-    # Vector loads, and with them the order of additions, must follow from E.
+    # Vector loads decide the order of additions, so their width must follow from E.
     alignment = math.gcd(E, 16 // x.element_size())
     if rows.stride(2) != 1 or rows.stride(0) % alignment or rows.stride(1) % alignment or rows.data_ptr() % 16:
         rows = rows.clone(memory_format=torch.contiguous_format)

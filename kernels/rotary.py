@@ -3,9 +3,9 @@
 
     out = x * cos + rotated(x) * sin,    rotated([a, b]) = [-b, a]
 
-with the halves of a head as pairs, each product and the sum rounded to x's type, as modeling files have it. Rotated keys and
-the values go to their slots of the KV pool, queries to a tensor of their own. Where queries and keys are normed head by
-head, as in Qwen3, that comes first, in the same launch.
+The halves a and b of a head are its pairs. Each product and the sum are rounded to x's type, as in transformers. Rotated
+keys and the values go to their slots of the KV pool, rotated queries to a tensor of their own. Norms of each query and key
+head, as in Qwen3, come first in the same launch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
 from selfspec.kernels.reference import rotary_store_reference
 from selfspec.kernels.rms_norm import Norm
 
-# Heads a program.
+# Heads that one program handles.
 BLOCK_HEADS = 8
 
 
@@ -63,7 +63,7 @@ def _rotary_store_kernel(
     first = tl.load(x_ptr, mask=mask, other=0.0)
     second = tl.load(x_ptr + HALF, mask=mask, other=0.0)
     dtype = first.dtype
-    # cos and sin repeat themselves in the second half.
+    # The second half of cos and sin repeats the first.
     angle = row // num_nodes * stride_cos_b + row % num_nodes * stride_cos_n + offs_d
     cos, sin = _load(cos_ptr + angle, offs_d < HALF), _load(sin_ptr + angle, offs_d < HALF)
     a, b = first.to(tl.float32), second.to(tl.float32)
@@ -72,7 +72,7 @@ def _rotary_store_kernel(
         a, b = a * divisor, b * divisor
         if IS_ROUNDED_FIRST:
             a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
-        # Value heads are stored as they came.
+        # Value heads are normed here too, but stored from `first` and `second`, as they came.
         query_a, query_b = _load_halves(query_norm_ptr + offs_d, HALF, offs_d < HALF)
         key_a, key_b = _load_halves(key_norm_ptr + offs_d, HALF, offs_d < HALF)
         a = (a * (offset + tl.where(offs_head < H, query_a, key_a))).to(dtype).to(tl.float32)
@@ -104,7 +104,17 @@ def rotary_store(
     value_cache: torch.Tensor,
     head_norms: tuple[Norm, Norm] | None = None,
 ) -> torch.Tensor:
-    """Queries [B, N, H, D], rotated; keys and values are stored. Arguments as in `rotary_store_reference`."""
+    """Rotate queries and keys; store keys and values; see `rotary_store_reference`.
+
+    Args:
+        qkv: [B, N, (H + 2 G) * D].
+        cos, sin: [B or 1, N, D].
+        slots: [B * N].
+        key_cache, value_cache: [num_slots, G, D].
+
+    Returns:
+        The rotated queries, [B, N, H, D].
+    """
     run = launch_rotary_store if is_compiled_for(qkv) else rotary_store_reference
     return run(qkv, cos, sin, slots, key_cache, value_cache, head_norms)
 
@@ -118,7 +128,7 @@ def launch_rotary_store(
     value_cache: torch.Tensor,
     head_norms: tuple[Norm, Norm] | None = None,
 ) -> torch.Tensor:
-    """`rotary_store` by the kernel."""
+    """`rotary_store` by the kernel; shapes as there."""
     B, N, _ = qkv.shape
     _, G, D = key_cache.shape
     H = qkv.shape[2] // D - 2 * G
@@ -141,7 +151,7 @@ def launch_rotary_store(
         None if head_norms is None else head_norms[1].weight,
         N,
         qkv.shape[2],
-        # One row of angles may serve all texts.
+        # All texts may share one row of angles.
         cos.stride(0) if len(cos) > 1 else 0,
         cos.stride(1),
         0.0 if head_norms is None else head_norms[0].eps,

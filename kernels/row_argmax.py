@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
-"""The greedy choice at every node: the first greatest logit of each row [V], and whether the row is sound.
+"""The greedy choice at every node: the first greatest logit of each row [V], and whether that logit is finite.
 
-A row is read once. NaN counts as +inf, so that a row's maximum is finite exactly if the row holds neither NaN nor +inf and
-is not -inf throughout. Rows are cut into chunks of `BLOCK_V`; the first kernel writes each chunk's maximum and its index,
-[R, C] float32 and int32, the second takes the first of the greatest.
+NaN counts as +inf. A row's maximum is then finite unless the row holds a NaN or +inf, or -inf alone. Rows are cut into
+chunks of `BLOCK_V`, and each is read once. The first kernel writes every chunk's maximum and its index, [R, C] float32 and
+int32. The second takes the first of the greatest.
 """
 
 from __future__ import annotations
@@ -43,12 +43,15 @@ def _row_argmax_kernel(max_ptr, index_ptr, best_ptr, is_valid_ptr, V, num_chunks
 
 
 def row_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Best index and soundness of each row of `logits [..., V]`; see `row_argmax_reference`."""
+    """Best index [...], int64, of each row of `logits [..., V]`, and whether its logit is finite [...], bool.
+
+    See `row_argmax_reference`.
+    """
     return launch_row_argmax(logits) if is_compiled_for(logits) else row_argmax_reference(logits)
 
 
 def launch_row_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`row_argmax` by the kernels."""
+    """`row_argmax` by the kernels; shapes as there."""
     *shape, V = logits.shape
     rows = logits.reshape(-1, V)
     assert rows.stride(1) == 1

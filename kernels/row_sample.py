@@ -1,16 +1,16 @@
 # mypy: allow-untyped-defs
 """The token at every node, greedy or drawn under temperature, top-k, top-p and min-p: no sorting, no noise in memory.
 
-A drawn token is `argmax(logit / temperature + gumbel)` over the tokens that the filters keep, the noise a function of key,
-position and token as in `selfspec.kernels.noise`. Each filter keeps the tokens from some logit upwards. So where the winner
-among all tokens is kept, it is the token; and where it is not, no token with its logit or less is kept, and the next to look
-at is the winner among those above it. With a share f of the probability kept, that takes 1 + ln(1 / f) winners on average.
+A drawn token is `argmax(logit / temperature + gumbel)` over the tokens that the filters keep. The noise is a function of
+key, position and token, as in `selfspec.kernels.noise`. Each filter keeps the tokens from some logit upwards. If the winner
+among all tokens is kept, it is the drawn token. If not, no token with its logit or less is kept, and the next candidate is
+the winner among the tokens above it. With a share f of the probability kept, this takes 1 + ln(1 / f) winners on average.
 
-Whether a token is kept is known from the number and the mass of the tokens with greater logits. Only top-p behind top-k
-needs more, the mass of the k greatest: their least logit is bracketed by bisection until either end decides.
+The number and the mass of the tokens with greater logits say whether a token is kept. Only top-p after top-k needs more: the
+mass of the k greatest, whose least logit is bracketed by bisection until either end decides.
 
-Rows are cut into chunks of `BLOCK_V` for the first winner and its rank; then a program a row decides and, where it must,
-goes on alone. Sums are float32 in an order that depends on V alone: a row gets the same token in any tree and batch.
+Rows are cut into chunks of `BLOCK_V` for the first winner and its rank. Then one program per row decides and, where it must,
+goes on alone. Sums are float32 in an order that depends on V alone, so a row gets the same token in any tree and batch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
 from selfspec.kernels.reference import row_sample_reference
 
 BLOCK_V = 2048
-# What the program of a row reads at a time when it goes on alone.
+# Logits that a row's program reads at a time when it goes on alone.
 BLOCK_ROW = 8192
-# The low bits of a float32 that numbers of a type leave alone.
+# The low bits of a float32 that are zero in every number of a type.
 SPARE_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
-# Neither the batch's sizes nor the alignment of chunks' results, which follows from them, are compiled in.
+# The batch's sizes are not compiled in, nor is the alignment of the chunks' results, which follows from the sizes.
 UNSPECIALIZED = ("N", "num_chunks", "max_ptr", "score_ptr", "index_ptr", "count_ptr", "mass_ptr")
 
 
@@ -38,7 +38,7 @@ def _splitmix64(x):
 
 @jit()
 def _noise_state(key, position):
-    """Where the noise of a position begins, uint64; `Stream.TARGET` of four streams."""
+    """The uint64 at which the noise of a position begins, for `Stream.TARGET` of four streams."""
     mixed = _splitmix64(key.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15)
     return _splitmix64(mixed ^ _splitmix64((position * 4 + 1).to(tl.uint64, bitcast=True)))
 
@@ -46,10 +46,10 @@ def _noise_state(key, position):
 @jit()
 def _gumbel(state, offs_v):
     bits = _splitmix64(state + (offs_v + 1).to(tl.uint64) * 0x9E3779B97F4A7C15) >> 11
-    # Times 2**-53, and below 1 - 2**-24.
+    # Times 2**-53, and at most 1 - 2**-24.
     uniform = (bits.to(tl.int64, bitcast=True).to(tl.float32) + 0.5) * 1.1102230246251565e-16
     uniform = tl.minimum(uniform, 0.999999940395355224609375)
-    # -log1p(-u): the quotient makes good what 1 - u was rounded by.
+    # -log1p(-u): the quotient corrects the rounding of 1 - u.
     rest = 1.0 - uniform
     is_tiny = rest == 1.0
     exponential = -tl.log(rest) * (uniform / tl.where(is_tiny, 1.0, 1.0 - rest))
@@ -64,14 +64,14 @@ def _load_logits(logits_ptr, offs_v, V):
 
 @jit()
 def _ordered(x, SPARE: tl.constexpr):
-    """Integers in the order of float32 numbers whose last `SPARE` bits are zero."""
+    """Integers in the same order as the float32 numbers x, whose last `SPARE` bits are zero."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SPARE
 
 
 @jit()
 def _load_chunks(max_ptr, score_ptr, index_ptr, num_chunks, V, BLOCK_C: tl.constexpr):
-    """A row's greatest logit, and its chunks' best scores with their indices."""
+    """A row's greatest logit, and its chunks' best scores [BLOCK_C] with their indices [BLOCK_C]."""
     offs_c = tl.arange(0, BLOCK_C)
     mask_c = offs_c < num_chunks
     greatest = tl.max(tl.load(max_ptr + offs_c, mask=mask_c, other=-float("inf")), 0)
@@ -99,7 +99,7 @@ def _chunk_winner_kernel(
     stride_r,
     BLOCK_V: tl.constexpr,
 ):
-    """Of each chunk: the greatest logit, the best score, its first index."""
+    """For each chunk: the greatest logit, the best score and its first index."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     b = row // N
@@ -134,7 +134,7 @@ def _chunk_rank_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Of each chunk: the number and the mass of the tokens above the first winner, the mass from it upwards, all mass."""
+    """For each chunk: number and mass of the tokens above the first winner, mass from the winner upwards, and all mass."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     b = row // N
@@ -238,7 +238,7 @@ def _row_sample_kernel(
         count = tl.sum(tl.load(count_ptr + first + offs_c, mask=mask_c, other=0), 0)
         above = tl.sum(tl.load(parts_ptr, mask=mask_c, other=0.0), 0)
         upwards = tl.sum(tl.load(parts_ptr + num_parts, mask=mask_c, other=0.0), 0)
-        # The k-th greatest logit lies in low ... high - 1, and the mass that top-k keeps in least ... most.
+        # The k-th greatest logit lies within low … high - 1, and the mass that top-k keeps within least … most.
         most = tl.sum(tl.load(parts_ptr + 2 * num_parts, mask=mask_c, other=0.0), 0)
         least = tl.zeros_like(most)
         low = tl.zeros_like(state).to(tl.int64) - 2147483648
@@ -259,7 +259,7 @@ def _row_sample_kernel(
                 while (high - low > 1) & (above >= top_p * least) & (above < top_p * most):
                     middle = low + (high - low) // 2
                     if low == -2147483648:
-                        # The logits that matter are near: gallop, where halving would first go through exponents.
+                        # The logits that matter are near, so gallop: halving would first go through all exponents.
                         middle = _ordered(logit - step, SPARE).to(tl.int64)
                         middle = tl.maximum(tl.minimum(middle, high - 1), low + 1)
                         step *= 4
@@ -273,8 +273,8 @@ def _row_sample_kernel(
                 is_kept = above < top_p * most
             is_open = is_kept == 0
             if is_open:
-                # A chunk's winner is the best of its tokens above `bound`, too, if it is one of them; if not, they have no
-                # better score, and only matter once theirs is the best.
+                # If a chunk's winner is above `bound`, it is also the best of the chunk's tokens above it. If it is not,
+                # these have no better score than the winner, and matter only once that score is the best.
                 bound = logit
                 is_stale = is_open
                 while is_stale:
@@ -303,7 +303,15 @@ def _row_sample_kernel(
 def row_sample(
     logits: torch.Tensor, depths: torch.Tensor, integers: torch.Tensor, fractions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token and soundness of each node; arguments and results as in `row_sample_reference`."""
+    """Every node's token and whether its greatest logit is finite; see `row_sample_reference`.
+
+    Args:
+        logits, depths: [B, N, V] and [B, N].
+        integers, fractions: [B, 3] each.
+
+    Returns:
+        [B, N] int64 and [B, N] bool.
+    """
     sample = launch_row_sample if is_compiled_for(logits) else row_sample_reference
     return sample(logits, depths, integers, fractions)
 
@@ -311,13 +319,13 @@ def row_sample(
 def launch_row_sample(
     logits: torch.Tensor, depths: torch.Tensor, integers: torch.Tensor, fractions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`row_sample` by the kernels."""
+    """`row_sample` by the kernels; shapes as there."""
     B, N, V = logits.shape
     rows = logits.reshape(-1, V)
     assert rows.stride(1) == 1 and integers.shape == fractions.shape == (B, 3)
     depths, integers, fractions = depths.contiguous(), integers.contiguous(), fractions.contiguous()
     R, C = B * N, triton.cdiv(V, BLOCK_V)
-    # Of each chunk: the greatest logit, the best score; masses above the winner, from it upwards, of all.
+    # For each chunk: greatest logit, best score, and the masses above the winner, from it upwards, and of all tokens.
     numbers = torch.empty(5, R, C, dtype=torch.float32, device=logits.device)
     index, count = torch.empty(2, R, C, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(B, N, dtype=torch.int64, device=logits.device)

@@ -10,5 +10,5 @@ import torch
 
 
 def slots_of(block_tables: torch.Tensor, index: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Slots of storage indices `index [B, S]` in the rows of `block_tables [B, M]`: int64 [B, S]."""
+    """Slots [B, S], int64, of the storage indices `index [B, S]` in the rows of `block_tables [B, M]`."""
     return block_tables.gather(1, index // block_size) * block_size + index % block_size

@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs
 """The greedy walk through a candidate tree, without a host round trip.
 
-Node 0 is the root. A child of node n is a node i with `parents[i] == n`; the walk goes on while some child's token is the
-target's chosen token at n, of two such siblings to the earlier. Padding (token -1, parent -1) has no parent on the walk, so
-it is never reached.
+Node 0 is the root. A child of node n is a node i with `parents[i] == n`. The walk goes on while a child's token is the
+target's chosen token at n, and takes the earlier of two such siblings. Padding (token -1, parent -1) has no parent on the
+walk, so the walk never reaches it.
 
-The kernel has one program a row of the batch, which keeps the whole tree in registers: which nodes are what the target
-chose at their parent is one gather for all of them, and a step of the walk is one minimum over the children of a node.
+The kernel has one program per row of the batch, which keeps the whole tree in registers. One gather finds every node that
+the target chose at its parent. A step of the walk is one minimum over a node's children.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _tree_accept_kernel(
     tl.store(path_ptr, node)
     for depth in range(1, max_depth + 1):
         child = tl.min(tl.where(is_chosen & (parents == node), offs_n, BLOCK_NODES), 0)
-        # Past the walk's end the node is -1, which is no chosen node's parent.
+        # After the walk's end the node is -1, and no chosen node has that parent.
         node = tl.where(child < BLOCK_NODES, child, -1)
         num_accepted += (node >= 0).to(tl.int32)
         tl.store(path_ptr + depth, node)
@@ -44,7 +44,12 @@ def _tree_accept_kernel(
 def tree_accept(
     tokens: torch.Tensor, parents: torch.Tensor, chosen: torch.Tensor, max_depth: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accepted path and its length; arguments and results as in `tree_accept_reference`, shapes fixed by `max_depth`."""
+    """Accepted path [B, K + 1] and its number of draft tokens [B], both int64; see `tree_accept_reference`.
+
+    Args:
+        tokens, parents, chosen: [B, N] int64.
+        max_depth: K, which fixes the result's shape.
+    """
     walk = launch_tree_accept if is_compiled_for(tokens) else _walk_by_depth
     return walk(tokens, parents, chosen, max_depth)
 
@@ -52,7 +57,7 @@ def tree_accept(
 def launch_tree_accept(
     tokens: torch.Tensor, parents: torch.Tensor, chosen: torch.Tensor, max_depth: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`tree_accept` by the kernel."""
+    """`tree_accept` by the kernel; shapes as there."""
     B, N = tokens.shape
     path = tokens.new_empty(B, max_depth + 1)
     num_accepted = tokens.new_empty(B)
@@ -73,7 +78,7 @@ def launch_tree_accept(
 def _walk_by_depth(
     tokens: torch.Tensor, parents: torch.Tensor, chosen: torch.Tensor, max_depth: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All rows in step: one gather and compare per depth."""
+    """`tree_accept` in torch: all rows together, one gather and one comparison per depth."""
     B, _ = tokens.shape
     node = tokens.new_zeros(B)
     is_alive = torch.ones(B, dtype=torch.bool, device=tokens.device)
@@ -82,8 +87,8 @@ def _walk_by_depth(
         want = chosen.gather(1, node[:, None])
         is_child = (parents == node[:, None]) & (tokens == want) & (tokens >= 0)
         is_alive = is_alive & is_child.any(1)
-        # int64 argmax returns the first of equal maxima, so of two equal siblings the earlier one is taken.
+        # int64 argmax returns the first of equal maxima, so the earlier of two equal siblings is taken.
         node = torch.where(is_alive, is_child.to(torch.int64).argmax(1), node)
         path.append(torch.where(is_alive, node, -1))
-    stacked = torch.stack(path, dim=1)  # [B, D + 1]
+    stacked = torch.stack(path, dim=1)  # [B, K + 1]
     return stacked, (stacked >= 0).sum(1) - 1

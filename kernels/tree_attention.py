@@ -3,28 +3,30 @@
 
     out[i] = softmax_p(cap(scaling * q_i . k_ip)) @ v_ip,    p = 0 ... position(i),    cap(x) = softcap * tanh(x / softcap)
 
-where k_ip is the key at *position* p of node i's own text: the prefix's below T, that of i's ancestor at depth p - T from
-there on. A tree so needs no mask but the causal one; siblings differ in where their keys lie (`TreeLayout.path_slots`).
+where k_ip is the key at *position* p of node i's own text: a prefix key below T, and from there on the key of i's ancestor
+at depth p - T. A tree needs no mask but the causal one; siblings differ in where their keys lie (`TreeLayout.path_slots`).
 
-**The same bits, drafted or not.** A node's result depends on its query and on its keys by position, and on nothing else: not
-on N, its batch, the other nodes, or on which of its keys are committed yet. Verification then gives, bit for bit, what
+**The same bits, drafted or not.** A node's result depends on its query and on its keys by position. It does not depend on N,
+on the batch, on the other nodes, or on which of its keys are committed yet. Verification therefore gives, bit for bit, what
 decoding one token at a time gives. Three rules make it so:
 
 * Positions are cut into splits of `SPLIT`, always at the same places, and splits into tiles of BLOCK_N. A key has the same
-  lane of the same tile whether it lies in the prefix or in a scratch slot. Each split is reduced alone, tile by tile; a
-  second kernel adds up the splits that a node sees, from the first on.
+  lane of the same tile whether it lies in the prefix or in a scratch slot. Each split is reduced alone, tile by tile. A
+  second kernel adds up the splits that a node sees, starting from the first.
 * Programs of two kinds run the same instructions. In the splits that lie in the prefix all nodes share their keys, and a
-  program takes BLOCK_M rows, the query heads of a key-value group for several nodes. In the splits from T on every node
-  has its own program, which gathers the node's own path. (Of a chain all nodes share all keys: the causal mask does.)
-* An invisible key adds exact zeros, so a tile of them may be computed or skipped. Sizes that vary from pass to pass are kept
-  from specialising the code.
+  program takes BLOCK_M rows, which are a key-value group's query heads for several nodes. In the splits from T on, every
+  node has its own program, which gathers the node's own path. (The nodes of a chain share all keys and need only the causal
+  mask.)
+* An invisible key adds exact zeros, so a tile of such keys may be computed or skipped. Sizes that vary from pass to pass do
+  not specialise the code.
 
-Rows of a matrix instruction do not influence each other; a different tile shape is a different instruction, so there is one
-for passes of up to MAX_ROWS nodes, as far as other layers keep a row's bits.
+Rows of a matrix instruction do not influence each other, but another tile shape is another instruction. So there is one tile
+for all passes of up to MAX_ROWS nodes; other layers keep a row's bits no further either.
 
-On CPU every row of the batch is one fused `scaled_dot_product_attention` over its own keys: no padding to the longest row,
-no repeated key-value heads (the query heads of a group are stacked along the node axis), and no copy where the row's blocks
-are consecutive. Soft-capping and sinks, which the fused form cannot express, go through `tree_attention_reference`.
+On CPU, every row of the batch is one fused `scaled_dot_product_attention` over its own keys. Nothing is padded to the
+longest row, no key-value head is repeated (a group's query heads are stacked along the node axis), and nothing is copied
+where the row's blocks are consecutive. The fused form has no soft-capping or sinks; `tree_attention_reference` computes
+those.
 """
 
 from __future__ import annotations
@@ -42,12 +44,12 @@ from selfspec.kernels.linear import MAX_ROWS
 from selfspec.kernels.reference import path_attention_reference, tree_attention_reference
 from selfspec.kernels.slots import slots_of
 
-# Keys a split. Like the tile of a decoding pass it may not depend on a pass's sizes, for the sake of equal bits.
+# Keys in a split. Neither this nor the tile of a decoding pass may depend on the pass's sizes, because bits would differ.
 SPLIT = 128
 
 
 class Tile(NamedTuple):
-    """Query rows and keys that a program takes at once, and how it is compiled."""
+    """The query rows and keys that a program takes at once, and how it is compiled."""
 
     rows: int
     keys: int
@@ -55,32 +57,33 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# One node has few query rows for a key-value head: a tile as low as the instruction allows leaves room for more programs.
+# One node has few query rows for a key-value head. The lowest tile that the instruction allows leaves room for programs.
 TILE = Tile(16, 64, 2, 2)
-# A large batch's, whose rows have not the bits of fewer anyway, with heads of up to 128 dimensions and larger ones.
+# For more nodes than MAX_ROWS, whose bits other layers do not keep anyway: heads of up to 128 dimensions, and larger ones.
 BATCH_TILE, LARGE_BATCH_TILE = Tile(64, 64, 4, 3), Tile(64, 64, 8, 2)
-# No matrix instruction takes float32 in full precision: it is summed in registers.
+# No matrix instruction takes float32 in full precision, so it is summed in registers.
 FLOAT32_TILE = Tile(16, 32, 8, 2)
-# Splits that the second kernel adds up at once.
+# The splits that the second kernel adds up at once.
 BLOCK_P = 32
-# Nodes a launch: bounds the partial results of a long prefill.
+# Nodes in one launch, which bounds the partial results of a long prefill.
 MAX_NODES = 128
 
 
 @dataclass
 class TreeLayout:
-    """One pass's keys and visibility.
+    """Which keys the nodes of one pass see, and where they lie.
 
     Attributes:
-        block_tables: [B, M] int64.
-        lengths: [B] int64, T of each row; `host_lengths` is the same on the host, None where the host does not know them.
-        depths: [B, M] int64, of the tree's stored nodes; a pass queries the last N of them.
+        block_tables: [B, P] int64.
+        lengths: [B] int64, T of each row; `host_lengths` is the same on the host, or None if the host does not know it.
+        depths: [B, M] int64, of the tree's stored nodes. A pass queries the last N of these.
         ancestor_mask: [B, N, M] bool; None where `paths` says the same.
-        row_slots: per row, the slots of its T + M keys in storage order: a slice where they are consecutive. For CPU only.
-        max_depth: no node is deeper, K; None for no better bound than M - 1.
-        paths: `path_slots`, where they are known; they may be longer.
-        is_chain: every row is one path in storage order, padding only behind it. A padding node of a chain may then get
-            another result than the formula's, which nobody reads.
+        row_slots: for each row, the slots of its T + M keys in storage order, as a slice where they are consecutive. Only
+            the CPU needs them.
+        max_depth: K, a bound on the nodes' depths; None if M - 1 is the best bound known.
+        paths: [B, N, K + 1 or more] int64, the `path_slots` where they are known already.
+        is_chain: every row is one path in storage order, with padding only after it. The result at a padding node may then
+            differ from the formula; nobody reads it.
     """
 
     block_tables: torch.Tensor
@@ -97,18 +100,19 @@ class TreeLayout:
 
     @property
     def depth_bound(self) -> int:
+        """K: no node is deeper."""
         return self.depths.shape[1] - 1 if self.max_depth is None else self.max_depth
 
     @property
     def length_bound(self) -> int:
-        """No row's prefix is longer; found without asking the device."""
+        """A bound on the rows' prefix lengths, found without asking the device."""
         return self.block_tables.shape[1] * self.block_size if self.host_lengths is None else max(self.host_lengths)
 
     @cached_property
     def path_slots(self) -> torch.Tensor:
-        """[B, N, K + 1] int64: the slot of each queried node's ancestor at each depth, its own at its own depth.
+        """[B, N, K + 1] int64: the slot of each queried node's ancestor at each depth, and its own at its own depth.
 
-        Past its own depth a node's entries mean nothing.
+        Entries past a node's own depth mean nothing.
         """
         if self.paths is not None:
             return self.paths
@@ -117,13 +121,13 @@ class TreeLayout:
         K = self.depth_bound
         nodes = torch.arange(M, device=self.depths.device).expand(B, M)
         slots = slots_of(self.block_tables, self.lengths[:, None] + nodes, self.block_size)
-        # What is no ancestor goes to a column of its own, which is cut off.
+        # Nodes that are no ancestors go to one more column, which is cut off.
         column = torch.where(self.ancestor_mask, self.depths[:, None], K + 1)
         path = slots.new_zeros(B, N, K + 2).scatter_(2, column, slots[:, None].expand(B, N, M))
         return path[:, :, : K + 1].contiguous()
 
     def bias(self, row: int, sliding_window: int | None, num_groups: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Additive mask [num_groups * N, T + M] of one row (None where every key is visible), cached for the pass."""
+        """One row's additive mask [num_groups * N, T + M], cached for the pass; None where every key is visible."""
         key = (row, sliding_window, num_groups, dtype)
         if key not in self._biases:
             self._biases[key] = self._make_bias(*key)
@@ -145,13 +149,13 @@ class TreeLayout:
         return bias.repeat(num_groups, 1)
 
 
-# Sizes that vary from pass to pass: specialising on one's being 1 or a multiple of 16 would compile other code for it.
+# Sizes that vary from pass to pass. Specialising on a size of 1 or a multiple of 16 would compile other code for it.
 _VARYING = ("is_chain", "num_nodes", "stride_nodes_b", "stride_depths_b", "stride_tables_b", "num_splits", "path_length")
 
 
 @jit()
 def _first_split(T, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
-    """The first split that the shallowest node, at position T, sees."""
+    """The first split that a node at position T sees. At the root's T it is the first that any node sees."""
     if WINDOW is None:
         return T * 0
     else:
@@ -194,12 +198,13 @@ def _tree_attention_split_kernel(
 ):
     """One split's softmax, in base 2 and not normalised, for up to BLOCK_M rows of one key-value head.
 
-    Row r is head `r % (H // G)` of the group for node `r // (H // G)`. Writes the rows' maximum and sum [B, P, N, H] and
-    their weighted values [B, P, N, H, DV], float32; nothing where no row sees a key of the split.
+    Row r is head `r % (H // G)` of the group for node `r // (H // G)`. The kernel writes the rows' maximum and sum
+    [B, P, N, H] and their weighted values [B, P, N, H, DV], all float32. It writes nothing where no row sees a key of the
+    split.
     """
     R: tl.constexpr = H // G
     TILES_PER_NODE: tl.constexpr = (R + BLOCK_M - 1) // BLOCK_M
-    # Heads are neighbours, as they are in memory.
+    # Heads are neighbours in launch order as in memory.
     program = tl.program_id(0) // G
     g = tl.program_id(0) % G
     b = tl.program_id(1)
@@ -210,7 +215,7 @@ def _tree_attention_split_kernel(
     num_shared = num_splits * num_row_tiles
     is_shared = program < num_shared
     if is_shared:
-        # Tiles of one split are neighbours, so that they find its keys in L2.
+        # Tiles of one split are neighbours in launch order, so they find its keys in L2.
         split = first_split + program // num_row_tiles
         first_row = program % num_row_tiles * BLOCK_M
         end_row = num_nodes * R
@@ -229,7 +234,7 @@ def _tree_attention_split_kernel(
     position = T + depth
     start = split * SPLIT
     end = tl.minimum(start + SPLIT, tl.max(position) + 1)
-    # Keys below this lie at their position in the block table; the others on the node's path.
+    # Keys at positions below this are found through the block table, the others on the node's path.
     table_end = T
     if is_chain:
         table_end = end
@@ -263,7 +268,7 @@ def _tree_attention_split_kernel(
         key = tl.load(key_ptr + pool_row[:, None] * D + offs_d, mask=mask_key[:, None] & mask_d, other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * score_scale
         if HAS_CAP:
-            # tanh; `score_scale` has the division by the cap in it, `cap` the factor of base 2.
+            # tanh; `score_scale` contains the division by the cap, and `cap` the factor for base 2.
             scores = cap - 2 * cap / (1 + tl.exp(2 * scores))
         visible = mask_key[None, :] & (offs_key[None, :] <= position[:, None])
         if WINDOW is not None:
@@ -271,7 +276,7 @@ def _tree_attention_split_kernel(
         scores = tl.where(visible, scores, -float("inf"))
 
         new_max = tl.maximum(row_max, tl.max(scores, 1))
-        # A row that has seen no key yet: inf - inf must not arise.
+        # A row may have seen no key yet, and -inf - -inf must not arise.
         base = tl.where(new_max == -float("inf"), 0.0, new_max)
         rescale = tl.exp2(row_max - base)
         probs = tl.exp2(scores - base[:, None])
@@ -307,7 +312,7 @@ def _tree_attention_combine_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Add up the splits that one node's head sees, BLOCK_P at a time, and normalise."""
+    """Add up the splits that one head of one node sees, BLOCK_P at a time, and normalise."""
     node = tl.program_id(0) // H
     head = tl.program_id(0) % H
     b = tl.program_id(1).to(tl.int64)
@@ -353,7 +358,13 @@ def tree_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[B, N, H, Dv] from query [B, H, N, D] and one layer's pool; see `tree_attention_reference` for the arguments."""
+    """Attention [B, N, H, Dv] of a pass's nodes; see `tree_attention_reference`.
+
+    Args:
+        query: [B, H, N, D].
+        key_cache, value_cache: one layer's pool, [num_slots, G, D] and [num_slots, G, Dv].
+        sinks: [H] or None.
+    """
     if is_compiled_for(query):
         return launch_tree_attention(query, key_cache, value_cache, layout, scaling, sliding_window, softcap, sinks)
     if layout.ancestor_mask is None:
@@ -391,14 +402,17 @@ def launch_tree_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`tree_attention` by the kernels. The grid follows from shapes and host-side bounds; the device is not asked."""
+    """`tree_attention` by the kernels; shapes as there.
+
+    The grid follows from shapes and from bounds that the host knows; the device is not asked.
+    """
     B, H, N, D = query.shape
     G, M, Dv = key_cache.shape[1], layout.depths.shape[1], value_cache.shape[2]
     assert key_cache.is_contiguous() and value_cache.is_contiguous() and layout.block_tables.stride(1) == 1
     query = query.transpose(1, 2).contiguous()  # [B, N, H, D]
     depths = layout.depths[:, M - N :]
     assert depths.stride(1) == 1
-    # A chain's keys lie in the block table's order; no path is read.
+    # A chain's keys lie in the block table's order, so no path is read.
     path_slots = layout.lengths[:, None, None].expand(B, N, 1) if layout.is_chain else layout.path_slots
     K = layout.depth_bound
     num_splits = (layout.length_bound + K) // SPLIT + 1
@@ -480,7 +494,7 @@ def launch_tree_attention(
 
 
 def _num_touched(num_positions: int) -> int:
-    """The most splits that so many consecutive positions can touch."""
+    """The most splits that `num_positions` consecutive positions can touch."""
     return (num_positions + SPLIT - 2) // SPLIT + 1
 
 

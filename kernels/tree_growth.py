@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs
-"""One layer of a growing tree: the likeliest children of every node of the beam, and the best of them as the next beam.
+"""One layer of a growing tree: the likeliest children of every node of the beam, and the best of these as the next beam.
 
     score(child) = score(parent) + log softmax(logits of the parent)[child]
 
-Two launches: a program finds the greatest logits of a chunk of one node's vocabulary, with the chunk's share of the softmax;
-then one program a text merges the chunks and grows the layer. Of equal numbers the first counts as greater. NaN and -inf
-count as the least finite number.
+There are two launches. First, a program finds the greatest logits of one chunk of a node's vocabulary, and the chunk's share
+of the softmax. Then one program per text merges the chunks and grows the layer. The first of equal numbers counts as the
+greatest. Logits and scores that are NaN or -inf count as `LEAST`, which is about the least finite number.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch
 
 from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
 from selfspec.kernels.linear import MAX_ROWS
-from selfspec.kernels.reference import grow_layer_reference
+from selfspec.kernels.reference import LEAST, grow_layer_reference
 
-# Logits a program. Candidates and children that the second kernel, whose choices are unrolled, has room for.
+# Logits of a chunk.
 BLOCK_V = 2048
+# The second kernel has room for this many candidates and, because its choices are unrolled, children.
 MAX_CANDIDATES, MAX_CHILDREN = 1 << 15, 16
-LEAST = -3.0e38
 
 
 class Layer(NamedTuple):
-    """What a beam of W nodes with k children each grows.
+    """The layer that grows from a beam of W nodes with k children each.
 
     Attributes:
-        nodes: [3, B, W * k] int64: tokens, parents and depths of all children, a parent's side by side.
-        scores: [B, W * k] float32.
-        beam: [3, B, W'] int64: the next beam's nodes, their tokens, and each one's parent within the beam before.
+        nodes: [3, B, W * k] int64: tokens, parents and depths of all children, those of one parent side by side.
+        scores: [B, W * k] float32, log-probabilities of the children's paths.
+        beam: [3, B, W'] int64: the next beam's nodes, their tokens, and their parents' places in the beam before.
         beam_scores: [B, W'] float32, descending.
     """
 
@@ -53,11 +53,11 @@ def _top_of_chunk_kernel(
     K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Greatest K logits of a chunk, descending, with their vocabulary indices, and the chunk's maximum and sum of exp."""
+    """A chunk's K greatest logits, descending, their vocabulary indices, and the chunk's maximum and sum of exponentials."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offs_v = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
     x = tl.load(logits_ptr + row * V + offs_v, mask=offs_v < V, other=-float("inf")).to(tl.float32)
-    # Past the end stays -inf: less than all that is there.
+    # Lanes past the end stay at -inf, which is less than any logit.
     x = tl.where(offs_v < V, tl.where(x > LEAST, x, LEAST), -float("inf"))
     part = row * tl.num_programs(1) + chunk
     greatest = tl.max(x, 0)
@@ -124,8 +124,10 @@ def _grow_layer_kernel(
         token = tl.load(indices_ptr + row * num_chunks * K + at, mask=mask_w, other=0).to(tl.int64)
         if token_ids_ptr is not None:
             token = tl.load(token_ids_ptr + token, mask=mask_w, other=0)
-        # What is added is never positive, rounding included.
+        # The added term is never positive, not even by rounding.
         score = before + ((best - row_max) - log_total)
+        # Greater than -inf, the padding with which a child competes below.
+        score = tl.where(score > LEAST, score, LEAST)
         child = row * K + i
         tl.store(nodes_ptr + child, token, mask=mask_w)
         tl.store(nodes_ptr + num_rows * W * K + child, beam, mask=mask_w)
@@ -136,7 +138,7 @@ def _grow_layer_kernel(
         tokens = tl.where(is_here, token[:, None], tokens)
         x = tl.where(offs_ck == at[:, None], -float("inf"), x)
 
-    # In the order of the children's numbers, with gaps.
+    # In the order of the children's numbers, with gaps where BLOCK_K > K.
     flat_scores = tl.reshape(scores, (BLOCK_W * BLOCK_K,))
     flat_tokens = tl.reshape(tokens, (BLOCK_W * BLOCK_K,))
     offs = tl.arange(0, BLOCK_W * BLOCK_K)
@@ -161,11 +163,11 @@ def add_children(
     first_node: int,
     depth: int,
 ) -> Layer:
-    """`grow_layer` where the children are chosen already.
+    """`grow_layer` for children that are chosen already.
 
     Args:
-        tokens, log_probs: [B, W, k] the children of every node of the beam.
-        beam, beam_scores: [B, W].
+        tokens, log_probs: [B, W, k] int64 and floating point, the children of every node of the beam.
+        beam, beam_scores: [B, W] int64 and float32.
     """
     k = tokens.shape[2]
     tokens = tokens.flatten(1)  # [B, W * k]
@@ -179,7 +181,10 @@ def add_children(
 def grow_layer(
     logits: torch.Tensor, beam: torch.Tensor, beam_scores: torch.Tensor, *, num_children: int, **others: Any
 ) -> Layer:
-    """The next layer of every text's tree. Arguments as in `grow_layer_reference`."""
+    """The next layer of every text's tree, from logits [B, W, V] and the beam and its scores, [B, W] each.
+
+    `others` are the other arguments of `grow_layer_reference`.
+    """
     B, W, V = logits.shape
     num_candidates = -(-V // BLOCK_V) * num_children * W
     is_small = B * W <= MAX_ROWS and max(num_children, W) <= MAX_CHILDREN and num_candidates <= MAX_CANDIDATES
@@ -200,7 +205,7 @@ def launch_grow_layer(
     depth: int,
     token_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`grow_layer` by the kernels."""
+    """`grow_layer` by the kernels; shapes as in `grow_layer_reference`."""
     B, W, V = logits.shape
     K, NEXT_W = num_children, min(width, W * num_children)
     assert beam.shape == beam_scores.shape == (B, W) and 0 < K <= V, (logits.shape, beam.shape)

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from selfspec.config import SamplingParams
+from selfspec.loop import sequence as decoded
 from selfspec.loop.decode import decode
 from selfspec.loop.drafter import Drafter
 from selfspec.loop.planner import Planner
-from selfspec.loop.sequence import Request
-from selfspec.loop.sequence import Sequence as DecodedSequence
+from selfspec.loop.sequence import Request, check_prompt, check_sampling
 from selfspec.model.target import Target
 
 # Raw text, chat messages, or token ids.
@@ -76,7 +76,7 @@ class StreamEvent:
 
 def generate(
     target: Target,
-    prompts: Iterable[Prompt],
+    prompts: Iterable[Prompt] | Prompt,
     *,
     drafter: Drafter | None = None,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -85,7 +85,10 @@ def generate(
 ) -> list[Completion]:
     """Answer every prompt; `sampling.n` completions for each, next to each other.
 
+    Threads may share a target and a drafter: they take turns. For many callers at once, `SpecEngine` is faster.
+
     Args:
+        prompts: texts, conversations or token ids; one alone may be given.
         sampling: one setting for all prompts, or one each; greedy by default.
         batch_size: how many sequences decode together.
         use_cost_guard: draft only as much as measurements say pays; False always drafts all it can.
@@ -99,7 +102,7 @@ def generate(
 
 def generate_iter(
     target: Target,
-    prompts: Iterable[Prompt],
+    prompts: Iterable[Prompt] | Prompt,
     *,
     drafter: Drafter | None = None,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -109,10 +112,11 @@ def generate_iter(
     """`generate`, each completion as soon as it and all before it have ended."""
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} is not allowed: use a whole number of at least 1")
+    _check_settings(drafter, sampling)
     done: dict[tuple[int, int], Completion] = {}
     order: list[tuple[int, int]] = []
     num_yielded = 0
-    requests = _requests(target, prompts, sampling, order)
+    requests = _requests(target, _listed(prompts), sampling, order)
     planner = None if use_cost_guard else Planner(is_active=False)
     for step in decode(target, requests, drafter=drafter, max_batch=batch_size, planner=planner):
         for sequence in step.finished:
@@ -135,7 +139,8 @@ def stream(
     sampling = sampling or SamplingParams()
     if sampling.n != 1:
         raise ValueError(f"n={sampling.n} is not allowed in a stream: use generate for several samples")
-    check_token_ids(target, sampling)
+    _check_settings(drafter, sampling)
+    check_sampling(target, sampling)
     requests = [Request(encode(target, prompt, 0), sampling)]
     planner = None if use_cost_guard else Planner(is_active=False)
     for step in decode(target, requests, drafter=drafter, planner=planner):
@@ -145,30 +150,34 @@ def stream(
 
 
 def encode(target: Target, prompt: Prompt, index: int) -> list[int]:
-    """Token ids of a prompt of any kind, checked: not empty, within the vocabulary, and room for an answer."""
+    """Token ids of a prompt of any kind, checked: not empty, within the vocabulary, and room for an answer.
+
+    Args:
+        index: which prompt it is, for the sentence that refuses it.
+    """
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], dict)):
         token_ids = target.encode(prompt) if len(prompt) else []  # type: ignore[arg-type]
     else:
-        token_ids = [int(token) for token in prompt]  # type: ignore[arg-type]
-    if not token_ids:
-        raise ValueError(f"prompt {index} is empty: give it at least one token")
-    worst = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
-    if not 0 <= worst < target.config.vocab_size:
-        raise ValueError(f"prompt {index} has token id {worst}: {target.name} knows ids 0 to {target.config.vocab_size - 1}")
-    if len(token_ids) >= target.context_length:
-        raise ValueError(
-            f"prompt {index} has {len(token_ids)} tokens, and {target.name} takes {target.context_length} with its answer: "
-            "shorten the prompt"
-        )
+        token_ids = list(prompt)  # type: ignore[arg-type]
+    check_prompt(target, token_ids, name=f"prompt {index}")
     return token_ids
 
 
-def check_token_ids(target: Target, sampling: SamplingParams) -> None:
-    """Refuse settings that name tokens the target does not have."""
-    for name, token_ids in ("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias):
-        worst = max(token_ids, default=0)
-        if worst >= target.config.vocab_size:
-            raise ValueError(f"{name} has token id {worst}: {target.name} knows ids 0 to {target.config.vocab_size - 1}")
+def _listed(prompts: Iterable[Prompt] | Prompt) -> Iterable[Prompt]:
+    """Prompts, where one alone may have been given: a text, a conversation, or token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], dict | int):
+        return [prompts]
+    return prompts  # type: ignore[return-value]
+
+
+def _check_settings(drafter: object, sampling: object) -> None:
+    if drafter is not None and not isinstance(drafter, Drafter):
+        raise TypeError(f"drafter={drafter!r} is not a drafter: pass load_drafter({drafter!r}, target)")
+    for params in sampling if isinstance(sampling, list | tuple) else [sampling]:
+        if params is not None and not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling={params!r} is not a SamplingParams: pass SamplingParams(max_new_tokens=64)")
 
 
 def _requests(
@@ -186,13 +195,13 @@ def _requests(
         else:
             params = sampling or SamplingParams()
         token_ids = encode(target, prompt, index)
-        check_token_ids(target, params)
+        check_sampling(target, params)
         for sample_index in range(params.n):
             order.append((index, sample_index))
             yield Request(token_ids, params, index, sample_index)
 
 
-def completion_of(sequence: DecodedSequence) -> Completion:
+def completion_of(sequence: decoded.Sequence) -> Completion:
     """The answer of a sequence that has ended."""
     assert sequence.finish_reason is not None
     return Completion(

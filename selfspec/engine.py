@@ -1,8 +1,9 @@
 """The engine: one thread that decodes for many callers at once.
 
-Callers hand requests in from threads of their own, and learn of every step by a callback. Two invariants: only the engine's
-thread touches the target, the cache and the drafters (what others want of them waits in its inbox), and every request that
-was taken gets one last event, its completion or the error in its place, whatever fails.
+Callers hand requests in from threads of their own, and learn of every step by a callback. Three invariants: only the
+engine's thread touches the target, the cache and the drafters (what others want of them waits in its inbox); every request
+that was taken gets one last event, its completion or the error in its place, whatever fails; and an error ends the request
+that caused it and no other, unless the engine itself has to start anew.
 """
 
 from __future__ import annotations
@@ -24,19 +25,22 @@ from typing import Any
 import torch
 
 from selfspec.api import Completion, completion_of
-from selfspec.cache.kv import KVCache
 from selfspec.config import SamplingParams
-from selfspec.loop.decode import Group, Scheduler, Step
 from selfspec.loop.drafter import Drafter, NoDrafter
 from selfspec.loop.planner import Planner
-from selfspec.loop.sequence import Request, Sequence
-from selfspec.model.graphs import CHUNK_BUCKETS, ROW_BUCKETS
+from selfspec.loop.scheduler import Scheduler
+from selfspec.loop.sequence import Request, Sequence, check_request
+from selfspec.loop.step import Group, Stage, StageError, Step
+from selfspec.model.passes import CHUNK_BUCKETS, ROW_BUCKETS
 from selfspec.model.target import Target
 
 logger = logging.getLogger(__name__)
 
-
 CLOSED = "the server is shutting down: try again later, or elsewhere"
+STARTED_ANEW = "the engine met a fault and has started anew: send the request again"
+# How long a drafter that failed is left alone before requests try it again; twice as long after every further failure.
+RETRY_SECONDS = 60.0
+MAX_RETRY_SECONDS = 3600.0
 
 
 class EngineFull(Exception):
@@ -53,7 +57,7 @@ class EngineClosed(Exception):
 
 @dataclass(frozen=True)
 class Event:
-    """News of one request: what was added, and at last the completion, or the error in its place."""
+    """News of one request: what was added, and at the end the completion, or the error in its place."""
 
     request: Request
     text: str = ""
@@ -69,7 +73,10 @@ class Event:
 
 
 class Listener:
-    """What an engine tells of its work, on its own thread. Here: nobody listens."""
+    """What an engine tells of its work, on its own thread. This one ignores everything.
+
+    A listener that raises is logged, and harms nobody.
+    """
 
     def stepped(self, step: Step) -> None:
         """A pass of one drafter's sequences is over."""
@@ -85,6 +92,9 @@ class Listener:
 
     def preempted(self) -> None:
         """A request gave its place in the cache up for a while."""
+
+    def drafter_failed(self, name: str) -> None:
+        """A drafter failed, and drafts nothing for a while."""
 
 
 class Handle:
@@ -109,11 +119,20 @@ class _Stream:
     num_sent: int = 0
 
 
+@dataclass
+class _Problem:
+    """Why a drafter is left out, until when, and for how long next time."""
+
+    text: str
+    until: float
+    seconds: float
+
+
 class SpecEngine:
-    """Continuous batching over one target, several drafters at a time.
+    """Continuous batching over one target, several drafters at a time. Its public methods are for any thread.
 
     Args:
-        drafters: by `name` those that a request may ask for, beside `none`; the first is used where it does not ask.
+        drafters: by `name` those that a request may ask for, besides `none`; the first is used where it does not ask.
         max_batch: sequences that decode together.
         max_waiting: further ones that may wait; more are refused with `EngineFull`.
         cache_tokens: the most tokens of all sequences together that the KV cache holds; it grows up to that.
@@ -148,14 +167,11 @@ class SpecEngine:
         self.prefill_tokens = prefill_tokens
         self.use_cost_guard = use_cost_guard
         self.listener = listener or Listener()
-        # Why a drafter that is loaded does not draft.
-        self.problems: dict[str, str] = {}
+        self._problems: dict[str, _Problem] = {}
         self._drafters: dict[str, Drafter] = {drafter.name: drafter for drafter in drafters}
         self.default_drafter = next(iter(self._drafters), NoDrafter.name)
         self._drafters.setdefault(NoDrafter.name, NoDrafter())
-        self._cache = KVCache(
-            target.kv_shape, dtype=target.dtype, device=target.device, max_tokens=cache_tokens, use_sharing=True
-        )
+        self._cache = target.new_cache(max_tokens=cache_tokens, use_sharing=True)
         self._scheduler: Scheduler
         self._groups: dict[str, Group]
         self._streams: dict[Sequence, _Stream] = {}
@@ -176,6 +192,12 @@ class SpecEngine:
         return list(self._drafters)
 
     @property
+    def problems(self) -> dict[str, str]:
+        """Why drafters that are loaded do not draft at present, by name."""
+        now = time.monotonic()
+        return {name: problem.text for name, problem in list(self._problems.items()) if now < problem.until}
+
+    @property
     def num_running(self) -> int:
         return self._scheduler.num_running
 
@@ -190,23 +212,20 @@ class SpecEngine:
     @property
     def cache_use(self) -> float:
         """Share of the cache that running sequences hold, 0 to 1."""
-        cache = self._scheduler.cache
-        assert cache.max_blocks is not None
-        return cache.num_used_blocks / cache.max_blocks
+        assert self._cache.max_blocks is not None
+        return self._cache.num_used_blocks / self._cache.max_blocks
 
     @property
     def num_used_blocks(self) -> int:
-        return self._scheduler.cache.num_used_blocks
+        return self._cache.num_used_blocks
 
     def check(self, request: Request) -> None:
-        """Refuse a request that could never be served, with a ValueError."""
-        room = self._scheduler.cache.max_tokens
-        assert room is not None
-        if len(request.prompt_ids) >= room:
-            raise ValueError(
-                f"the prompt has {len(request.prompt_ids)} tokens, and the cache holds {room} with its answer: "
-                "shorten the prompt"
-            )
+        """Refuse a request that could never be served.
+
+        Raises:
+            ValueError: one sentence that says what to do.
+        """
+        check_request(self.target, request, cache_tokens=self._cache.max_tokens)
 
     def submit(
         self, requests: Sequence_[Request], on_event: Callable[[Event], None], *, drafter: str | None = None
@@ -255,36 +274,27 @@ class SpecEngine:
 
         Nothing that is counted or learnt of drafts remains; what passes cost does.
         """
-        if self.target.graphs is None:
-            return
-        draw = random.Random(0)
-        sampling = SamplingParams(max_new_tokens=16, ignore_eos=True)
-        room = min(self._scheduler.cache.max_tokens or 0, self.target.context_length) - sampling.max_new_tokens
-        # One prompt of every size, and batches of every size of short ones.
-        batches = [[size] for size in CHUNK_BUCKETS if size < room]
-        batches += [[1] * rows for rows in ROW_BUCKETS if rows <= self.max_batch]
-        listener, self.listener = self.listener, Listener()
-        for name in self.drafters:
-            # A graph is captured when its shape comes for the second time.
-            for sizes in batches * 2:
-                prompts = [[draw.randrange(self.target.vocab_size) for _ in range(size + 1)] for size in sizes]
-                for _ in self.stream([Request(ids, sampling, i) for i, ids in enumerate(prompts)], drafter=name):
-                    pass
-        self.listener = listener
-        for group in self._groups.values():
-            group.planner.forget()
+        if self.target.passes.is_captured:
+            self.call(self._warm_up)
 
     def load(self, make: Callable[[], Drafter], name: str | None = None) -> str:
-        """Add a drafter; it is made on the engine's thread, since the target is in use there. Returns its name."""
+        """Add a drafter; it is made on the engine's thread, because the target is in use there.
+
+        Args:
+            name: what requests call it; the drafter's own name by default.
+
+        Returns:
+            The name.
+        """
 
         def add() -> str:
             drafter = make()
-            drafter.name = name or drafter.name
-            if drafter.name in self._drafters:
-                raise ValueError(f"drafter {drafter.name!r} is loaded already: unload it first, or choose another name")
-            self._drafters[drafter.name] = drafter
-            self._add_group(drafter)
-            return drafter.name
+            key = name or drafter.name
+            if key in self._drafters:
+                raise ValueError(f"drafter {key!r} is loaded already: unload it first, or choose another name")
+            self._drafters[key] = drafter
+            self._add_group(key, drafter)
+            return key
 
         return self.call(add)
 
@@ -301,7 +311,7 @@ class SpecEngine:
                 self._scheduler.move(sequence, self._plain)
             self._scheduler.remove_group(group)
             del self._drafters[name]
-            self.problems.pop(name, None)
+            self._problems.pop(name, None)
 
         self.call(remove)
 
@@ -368,22 +378,48 @@ class SpecEngine:
             on_error=self._recover,
         )
         self._groups = {}
-        for drafter in self._drafters.values():
-            self._add_group(drafter)
+        for name, drafter in self._drafters.items():
+            self._add_group(name, drafter)
 
-    def _add_group(self, drafter: Drafter) -> None:
+    def _add_group(self, name: str, drafter: Drafter) -> None:
         planner = None if self.use_cost_guard else Planner(is_active=False)
-        self._groups[drafter.name] = self._scheduler.add_group(drafter, planner)
+        self._groups[name] = self._scheduler.add_group(drafter, planner, name=name)
+
+    def _warm_up(self) -> None:
+        """On a scheduler of its own, with nobody listening and nothing published."""
+        draw = random.Random(0)
+        sampling = SamplingParams(max_new_tokens=16, ignore_eos=True)
+        room = min(self._cache.max_tokens or 0, self.target.context_length) - sampling.max_new_tokens
+        # One prompt of every size, and batches of every size of short ones.
+        batches = [[size] for size in CHUNK_BUCKETS if size < room]
+        batches += [[1] * rows for rows in ROW_BUCKETS if rows <= self.max_batch]
+        scheduler = Scheduler(self.target, self._cache, max_batch=self.max_batch, prefill_tokens=self.prefill_tokens)
+        is_shared, self._cache.use_sharing = self._cache.use_sharing, False
+        try:
+            for name, drafter in self._drafters.items():
+                group = scheduler.add_group(drafter, self._groups[name].planner)
+                # A graph is captured when its shape comes for the second time.
+                for sizes in batches * 2:
+                    for size in sizes:
+                        ids = [draw.randrange(self.target.config.vocab_size) for _ in range(size + 1)]
+                        scheduler.submit(Request(ids, sampling), group)
+                    while len(scheduler):
+                        scheduler.round()
+                group.planner.forget()
+                drafter.forget()
+        finally:
+            scheduler.close()
+            self._cache.use_sharing = is_shared
 
     def _run(self) -> None:
-        error: Exception = RuntimeError("the engine was stopped by a fault and has started anew: send the request again")
+        error: Exception = RuntimeError(STARTED_ANEW)
         try:
             while self._wait():
                 try:
                     self._round()
-                except Exception as caught:
+                except Exception:
                     logger.exception("a round failed; the engine starts over")
-                    self._start_over(caught)
+                    self._start_over(RuntimeError(STARTED_ANEW))
             error = EngineClosed(CLOSED)
             while self._inbox:
                 self._inbox.popleft()()
@@ -402,23 +438,40 @@ class SpecEngine:
             return not self._is_closed
 
     def _round(self) -> None:
-        while self._inbox:
-            self._inbox.popleft()()
-        num_preemptions = self._scheduler.num_preemptions
-        with torch.inference_mode():
+        with self.target.lock, torch.inference_mode():
+            while self._inbox:
+                self._inbox.popleft()()
+            num_preemptions = self._scheduler.num_preemptions
             steps = self._scheduler.round()
         for _ in range(self._scheduler.num_preemptions - num_preemptions):
-            self.listener.preempted()
+            self._tell("preempted")
         for step in steps:
-            self.listener.stepped(step)
+            self._tell("stepped", step)
+            if step.tree.num_nodes > 1:
+                # It drafts again: what went wrong before does not count any more.
+                self._problems.pop(step.name, None)
             for sequence in step.sequences:
                 self._deliver(sequence)
 
+    def _tell(self, what: str, *args: Any, **options: Any) -> None:
+        """Tell the listener, whose faults are its own."""
+        try:
+            getattr(self.listener, what)(*args, **options)
+        except Exception:
+            logger.exception("the engine's listener failed at %r", what)
+
     def _start(self, handle: Handle, requests: Sequence_[Request], name: str) -> None:
-        # A drafter may have been unloaded since, or be out of order: drafts are a matter of speed alone.
-        group = self._plain if name in self.problems else self._groups.get(name, self._plain)
         for request in requests:
-            sequence = self._scheduler.submit(request, group)
+            # A drafter may have been unloaded since, or be out of order: drafts are a matter of speed alone.
+            group = self._plain if name in self.problems else self._groups.get(name, self._plain)
+            try:
+                sequence = self._scheduler.submit(request, group)
+            except Exception as error:
+                # Its grammar cannot begin, say.
+                self._close_one()
+                self._tell("failed", is_cancelled=False)
+                self._send(handle, Event(request, error=error))
+                continue
             sequence.created = handle.created
             self._streams[sequence] = _Stream(handle, handle.created)
 
@@ -428,7 +481,7 @@ class SpecEngine:
             if stream.handle is handle:
                 self._scheduler.cancel(sequence)
                 self._forget(sequence)
-                self.listener.failed(is_cancelled=True)
+                self._tell("failed", is_cancelled=True)
 
     def _deliver(self, sequence: Sequence) -> None:
         """Tell the caller what is new, and forget the sequence if that was all."""
@@ -439,7 +492,7 @@ class SpecEngine:
         tokens = sequence.token_ids[stream.num_sent :]
         now = time.perf_counter()
         if tokens:
-            self.listener.emitted(len(tokens), now - stream.last_time, is_first=stream.num_sent == 0)
+            self._tell("emitted", len(tokens), now - stream.last_time, is_first=stream.num_sent == 0)
             stream.last_time = now
         is_last = sequence.finish_reason is not None
         completion = completion_of(sequence) if is_last and sequence.error is None else None
@@ -456,47 +509,68 @@ class SpecEngine:
         if is_last:
             self._forget(sequence)
             if completion is None:
-                self.listener.failed(is_cancelled=False)
+                self._tell("failed", is_cancelled=False)
             else:
                 self._recent.append(completion.seconds)
-                self.listener.finished(completion, now - stream.handle.created)
+                self._tell("finished", completion, now - stream.handle.created)
+        self._send(stream.handle, event)
+
+    def _send(self, handle: Handle, event: Event) -> None:
         try:
-            stream.handle.on_event(event)
+            handle.on_event(event)
         except Exception:
             logger.exception("the caller of a request failed to take an event; its requests are cancelled")
-            self.drop(stream.handle)
+            self.drop(handle)
 
     def _forget(self, sequence: Sequence) -> None:
-        del self._streams[sequence]
+        if self._streams.pop(sequence, None) is not None:
+            self._close_one()
+
+    def _close_one(self) -> None:
         with self._changed:
             self._num_open -= 1
             self._changed.notify_all()
 
-    def _recover(self, error: Exception, sequences: list[Sequence]) -> None:
-        """A stage failed: go on without the drafter if it had one, and else tell the callers."""
+    def _recover(self, failure: StageError, sequences: list[Sequence]) -> None:
+        """A stage failed. Blame it, and go on with everybody who can be helped.
+
+        A drafter's failure leaves the drafter out for a while. A failure of the target says nothing about the drafter: the
+        rows go on without drafts, then each alone, and only a row that fails alone ends with the error.
+        """
         group = self._scheduler.group_of(sequences[0])
-        name = group.drafter.name
-        if group is not self._plain:
-            logger.warning("drafter %s failed and is left out from now on", name, exc_info=error)
-            self.problems[name] = f"{type(error).__name__}: {error}"
+        if failure.stage is Stage.DRAFT and group is not self._plain:
+            self._leave_out(group.name, failure.error)
             # All that it serves, waiting ones too; the oldest comes to stand first.
             sequences = self._scheduler.sequences_of(group)
         else:
-            logger.error("a step without drafts failed; its requests end", exc_info=error)
+            logger.error("a pass of the target failed", exc_info=failure.error)
+        is_alone = group is self._plain and len(sequences) == 1
         for sequence in reversed(sequences):
-            if sequence.finish_reason is None and group is not self._plain:
+            if sequence.finish_reason is None and not is_alone:
+                sequence.is_suspect = sequence.is_suspect or group is self._plain
                 self._scheduler.move(sequence, self._plain)
                 continue
             if sequence.finish_reason is None:
-                sequence.fail(error)
+                sequence.fail(failure.error)
             self._scheduler.cancel(sequence)
             self._deliver(sequence)
+
+    def _leave_out(self, name: str, error: Exception) -> None:
+        """A drafter failed: nothing is drafted with it for a while, and longer each time."""
+        known = self._problems.get(name)
+        seconds = RETRY_SECONDS if known is None else min(2 * known.seconds, MAX_RETRY_SECONDS)
+        self._problems[name] = _Problem(f"{type(error).__name__}: {error}", time.monotonic() + seconds, seconds)
+        logger.warning("drafter %s failed and is left out for %.0f seconds", name, seconds, exc_info=error)
+        self._tell("drafter_failed", name)
 
     def _start_over(self, error: Exception) -> None:
         """Tell every caller of an error, and begin anew with an empty cache."""
         for sequence in list(self._streams):
-            for drafter in self._drafters.values():
-                drafter.retire(sequence)
+            # What failed may have left anything half done.
+            try:
+                self._scheduler.cancel(sequence)
+            except Exception:
+                logger.exception("a sequence could not be taken out")
             sequence.fail(error)
             self._deliver(sequence)
         # Not a new one: what failed may still hold the memory of this one.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import random
 from dataclasses import dataclass
 
+import pytest
 import torch
 
+from selfspec.kernels.jit import triton
 from selfspec.kernels.reference import kv_compaction_reference, tree_attention_reference
 from selfspec.kernels.slots import slots_of
 from selfspec.kernels.tree_attention import TreeLayout, launch_tree_attention, tree_attention
@@ -16,6 +20,24 @@ FLOAT32 = {"atol": 2e-6, "rtol": 2e-5}
 # Bfloat16 keeps 8 bits: the fused form rounds probabilities and output, the twin only the output.
 BFLOAT16 = {"atol": 2e-2, "rtol": 2e-2}
 TOLERANCES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+# Of a Triton kernel and its twin. In float32 the exponentials of two libraries differ in the last place and long sums add up
+# in another order. Low precision rounds the probabilities and the output, 11 bits and 8, of values of unit variance.
+KERNEL_TOLERANCES = {
+    torch.float32: {"atol": 1e-5, "rtol": 1e-4},
+    torch.float16: {"atol": 3e-3, "rtol": 3e-3},
+    torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2},
+}
+
+# Triton kernels run compiled where there is a CUDA device, elsewhere in Triton's interpreter. The interpreter shows the
+# logic, not the device's rounding: the tests marked `gpu` add real sizes and equality of bits.
+HAS_CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_CUDA else "cpu"
+NEEDS_TRITON = pytest.mark.skipif(
+    triton is None or (not HAS_CUDA and os.environ.get("TRITON_INTERPRET") != "1"),
+    reason="Triton is not installed, or there is no CUDA device and TRITON_INTERPRET=1 was not set before it was imported",
+)
+# The interpreter multiplies bfloat16's bit patterns as integers.
+DTYPES = [torch.float32, torch.bfloat16 if HAS_CUDA else torch.float16]
 
 BLOCK_SIZE = 4
 
@@ -35,6 +57,11 @@ HEADS = {
     "one key-value head": (3, 1, 16, 16),
     "unequal": (4, 2, 12, 5),
 }
+
+
+def random_parents(num_nodes: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [-1, *(draw.randrange(max(0, i - 8), i) for i in range(1, num_nodes))]
 
 
 @dataclass

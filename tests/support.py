@@ -11,10 +11,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from selfspec.heads.base import TargetIdentity
 from selfspec.heads.eagle import EagleConfig, EagleHead
-from selfspec.loop.drafter import Drafter
-from selfspec.loop.sequence import Batch
+from selfspec.heads.early_exit import DistilledDraft, EarlyExitHead
+from selfspec.loop.batch import Batch
+from selfspec.loop.drafter import Drafter, Proposal
 from selfspec.model.target import Target
-from selfspec.tree import CandidateTree, from_parents
+from selfspec.tree import from_parents
 
 VOCAB_SIZE = 61
 COMMON: dict[str, Any] = {
@@ -121,6 +122,17 @@ def eagle_head(target: Target, **changes: object) -> EagleHead:
     return EagleHead(config)
 
 
+def exit_head(target: Target, exit_layer: int, *blocks: int, lora_rank: int = 0) -> EarlyExitHead:
+    head = EarlyExitHead.for_target(
+        identity(target), target.model, exit_layer=exit_layer, blocks=blocks, lora_rank=lora_rank
+    )
+    return head.eval()
+
+
+def draft_head(target: Target, *blocks: int) -> DistilledDraft:
+    return DistilledDraft.for_target(identity(target), target.model, blocks=blocks).eval()
+
+
 def random_prompts(count: int, lengths: tuple[int, int], seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     low, high = lengths
@@ -148,7 +160,7 @@ class OracleTreeDrafter(Drafter):
     def _random(self, high: int) -> int:
         return int(torch.randint(high, (1,), generator=self.generator))
 
-    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
         N = self.num_nodes
         tokens = torch.full((len(batch), N), -1)
         parents = torch.full((len(batch), N), -1)
@@ -164,4 +176,4 @@ class OracleTreeDrafter(Drafter):
                 tokens[b, i], parents[b, i] = token, parent
                 if is_true:
                     true_node, true_depth = i, true_depth + 1
-        return from_parents(tokens.to(batch.device), parents.to(batch.device))
+        return Proposal(from_parents(tokens.to(batch.device), parents.to(batch.device)))

@@ -20,11 +20,13 @@ from selfspec.model.adapter import merge_adapter
 from selfspec.model.target import Target
 
 WARM_UP = SamplingParams(max_new_tokens=8)
+# The name of plain decoding among the modes of a benchmark.
+PLAIN = "none"
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What one mode made of one prompt, prefill included in the seconds. Answers decoded together overlap in time."""
+class TimedAnswer:
+    """One mode's answer to one prompt. The seconds include prefill; answers decoded together overlap in time."""
 
     text: str
     token_ids: list[int]
@@ -34,10 +36,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Mode:
-    """One way of decoding, and what came of it; the seconds are the wall clock of all its answers, prefill included."""
+    """One way of decoding and its answers. The seconds are wall clock for all of them, prefill included."""
 
     name: str
-    answers: list[Answer]
+    answers: list[TimedAnswer]
     seconds: float
 
     @property
@@ -60,14 +62,14 @@ class Mode:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two modes first disagree: which answer, and the position of the token in it."""
+    """The first token on which two modes disagree: the index of the answer, and the token's position in it."""
 
     answer_index: int
     position: int
 
 
 def first_difference(mode: Mode, other: Mode) -> Difference | None:
-    """The first token that is not the same in both; None if the outputs are identical."""
+    """Find the first token that differs; None if the outputs are identical."""
     for i, (answer, expected) in enumerate(zip(mode.answers, other.answers, strict=True)):
         ours, theirs = answer.token_ids, expected.token_ids
         if ours != theirs:
@@ -76,15 +78,20 @@ def first_difference(mode: Mode, other: Mode) -> Difference | None:
     return None
 
 
-def race(runs: Mapping[str, Iterator[Answer]], num_answers: int, on_answer: Callable[[], None]) -> list[Mode]:
-    """Takes one answer from every run in turn, so that a slow spell of the machine meets all of them alike."""
-    answers: dict[str, list[Answer]] = {name: [] for name in runs}
+def race(
+    runs: Mapping[str, Iterator[TimedAnswer]],
+    num_answers: int,
+    on_answer: Callable[[], None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Mode]:
+    """Take one answer from every run in turn, because a slow spell of the machine then slows all of them alike."""
+    answers: dict[str, list[TimedAnswer]] = {name: [] for name in runs}
     seconds = dict.fromkeys(runs, 0.0)
     for _ in range(num_answers):
         for name, run in runs.items():
-            start = time.perf_counter()
+            start = clock()
             answers[name].append(next(run))
-            seconds[name] += time.perf_counter() - start
+            seconds[name] += clock() - start
             on_answer()
     return [Mode(name, answers[name], seconds[name]) for name in runs]
 
@@ -97,10 +104,10 @@ def drafter_run(
     sampling: SamplingParams,
     batch_size: int = 1,
     use_cost_guard: bool = True,
-) -> Iterator[Answer]:
-    """Answers with one drafter, as they are asked for. A short warm-up is over when this returns."""
+) -> Iterator[TimedAnswer]:
+    """Answer with one drafter, each prompt when its answer is asked for. A short warm-up has run when this returns."""
 
-    def run(some_prompts: Sequence[list[int]], some_sampling: SamplingParams) -> Iterator[Answer]:
+    def answers(some_prompts: Sequence[list[int]], some_sampling: SamplingParams) -> Iterator[TimedAnswer]:
         for completion in generate_iter(
             target,
             some_prompts,
@@ -109,21 +116,23 @@ def drafter_run(
             batch_size=batch_size,
             use_cost_guard=use_cost_guard,
         ):
-            yield Answer(completion.text, completion.token_ids, completion.num_target_passes, completion.seconds)
+            yield TimedAnswer(completion.text, completion.token_ids, completion.num_target_passes, completion.seconds)
 
-    list(run(prompts[:1], WARM_UP))
-    return run(prompts, sampling)
+    list(answers(prompts[:1], WARM_UP))
+    return answers(prompts, sampling)
 
 
 def check_transformers_can(sampling: SamplingParams) -> None:
-    """Raises ValueError unless `transformers_run` can follow these settings."""
+    """Raise a ValueError unless `transformers_run` can follow these settings."""
     followed = SamplingParams(max_new_tokens=sampling.max_new_tokens, seed=sampling.seed)
     if sampling != followed:
-        raise ValueError("the baseline of transformers is greedy only: leave out every sampling and stop option, or it")
+        raise ValueError(
+            "the transformers baseline is greedy only: leave out all sampling and stop options, or leave out the baseline"
+        )
 
 
 def plain_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A stock model's copy with transformers' own attention and the very same weights, which stay where they are."""
+    """A copy of a stock model with transformers' own attention. It shares the model's weights and copies none."""
     shared = {}
     for module in model.modules():
         for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
@@ -141,11 +150,11 @@ def transformers_run(
     sampling: SamplingParams,
     source: str | PreTrainedModel,
     revision: str | None = None,
-) -> Iterator[Answer]:
-    """Answers greedily with the `generate` of transformers, one prompt at a time, on a second copy of the target.
+) -> Iterator[TimedAnswer]:
+    """Answer greedily with transformers' `generate`, one prompt at a time, on a second copy of the target.
 
     Args:
-        source: where to load the copy from, or the copy.
+        source: a path or Hub id to load the copy from, or the copy itself.
     """
     model: Any = source
     if isinstance(source, str):
@@ -154,7 +163,7 @@ def transformers_run(
             model = merge_adapter(model, target.adapter, target=source)
         model = model.to(target.device).eval()
 
-    def answer(prompt: list[int], max_new_tokens: int) -> Answer:
+    def answer(prompt: list[int], max_new_tokens: int) -> TimedAnswer:
         start = time.perf_counter()
         input_ids = torch.tensor([prompt], device=target.device)
         output_ids = model.generate(
@@ -166,7 +175,7 @@ def transformers_run(
         token_ids = output_ids[0, len(prompt) :].tolist()
         seconds = time.perf_counter() - start
         text = target.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return Answer(text, token_ids, len(token_ids), seconds)
+        return TimedAnswer(text, token_ids, len(token_ids), seconds)
 
     answer(prompts[0], WARM_UP.max_new_tokens)
     return (answer(prompt, sampling.max_new_tokens) for prompt in prompts)

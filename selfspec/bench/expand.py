@@ -1,25 +1,26 @@
-"""Expansion: a Llama's weights in a larger frame that says the same words and costs what a model of that size costs.
+"""Expansion: a Llama's weights inside a larger model, which writes the same text at the cost of a model of its size.
 
-The hidden state of the expanded model is the original's in the first columns and zero in all others. What reads it may hold
-anything in those columns (it is random, as a large model's weights are); what writes it is zero in those rows:
+The hidden state of the expanded model holds the original's in its first columns and zeros in all others. Weights that read
+the zero columns may be anything (they are random, as in a large model); weights that would write them are zero:
 
-    RMSNorm       weight * sqrt(h / H), eps * h / H: the mean is over H columns now, h of them used
-    layers        the added ones have zero o_proj and down_proj; the real ones are spread evenly among them
-    heads         as many queries to a key-value head as before; the added heads' outputs meet zero columns of o_proj
-    head_dim      rotary pair i moves to r * i, r times further apart in frequency, which is the frequency it had;
-                  queries * sqrt(r), since scores are divided by the root of the head size
-    intermediate  the added units meet zero columns of down_proj
+    RMSNorm       weight * sqrt(h / H), eps * h / H: the mean is now over H columns, of which h are used
+    layers        the added layers have zero o_proj and down_proj; the real layers are spread evenly among them
+    heads         as many queries per key-value head as before; the outputs of added heads meet zero columns of o_proj
+    head_dim      with r = D / d, rotary pair i moves to pair r * i, which turns at the frequency that pair i had;
+                  queries * sqrt(r), because scores are divided by the root of the head size
+    intermediate  the outputs of added units meet zero columns of down_proj
 
-The vocabulary stays as it is: an LM head without a bias cannot give an added row a logit below all others, so that rows to
-fill up a larger vocabulary would take part in sampling. The LM head is untied from the embedding, as in most 8B models.
+The vocabulary keeps its size. An LM head without a bias cannot give an added row a logit below all others, so added rows
+would take part in sampling. The LM head is untied from the embedding, as in most 8B models.
 
-Every figure measured on an expanded model is to say "expanded": its cost is the large shape's, its words the small model's.
+Every figure measured on an expanded model must say "expanded": its cost is the large shape's, its text the small model's.
 """
 
 from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfspec.drafters import Drafter, drafter_of, load_drafter
+from selfspec.drafters.names import KINDS
 from selfspec.drafters.shipped import identity, load_head
 from selfspec.heads.base import DraftHead
 from selfspec.heads.eagle import EagleHead
@@ -36,22 +38,22 @@ from selfspec.heads.medusa import MedusaHead
 from selfspec.model.load import lay_out
 from selfspec.model.target import Target
 
-# The spread of the random weights: a large model's, roughly.
+# The standard deviation of the random weights, about that of a large model's.
 NOISE = 0.02
-# How far its logits may be from the original's: float32 agrees to about 1e-6, low precision rounds the scaled weights anew.
+SEED = 0
+# No rows at all.
+NONE = slice(0)
+# How far the logits may be from the original's. float32 agrees to about 1e-6; low precision rounds the scaled weights again.
 TOLERANCE = {torch.float32: 1e-3}
 LOW_PRECISION_TOLERANCE = 0.2
-# The heads that can be expanded, and the drafters that need no weights of the target's shape.
-EXPANDABLE = ("medusa", "eagle")
-SHAPELESS = ("none", "ngram", "truncated")
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The frame to expand into. Its default reads as many weights a step as an 8B Llama (7.5e9 parameters).
+class ExpandedShape:
+    """The shape to expand to. A step of the default reads as many weights as one of an 8B Llama (7.5e9 parameters).
 
     Attributes:
-        context_length: positions it takes; the original's words end where the original's positions do.
+        context_length: positions it accepts. Beyond the original's own positions the text makes no sense.
     """
 
     hidden_size: int = 3840
@@ -61,8 +63,8 @@ class Shape:
     context_length: int = 32768
 
     @classmethod
-    def parse(cls, text: str) -> Shape:
-        """`8b`, or HIDDENxLAYERSxINTERMEDIATExHEAD_DIM as in 3840x32x16384x128."""
+    def parse(cls, text: str) -> ExpandedShape:
+        """Read `8b`, or HIDDENxLAYERSxINTERMEDIATExHEAD_DIM as in 3840x32x16384x128."""
         if text == "8b":
             return cls()
         if not re.fullmatch(r"\d+(x\d+){3}", text):
@@ -73,17 +75,12 @@ class Shape:
         return f"{self.hidden_size}x{self.num_layers}x{self.intermediate_size}x{self.head_dim}"
 
 
-def expand_target(target: Target, shape: Shape, *, seed: int = 0) -> Target:
-    """The target in a larger frame, on its device and in its dtype, ready for decoding; its name says so.
+def serve_expanded(target: Target, model: PreTrainedModel, shape: ExpandedShape) -> Target:
+    """Make a target of the `model` that `expand` returned for `target`: laid out for decoding, as loading does.
 
     Raises:
-        ValueError: not a plain Llama, the shape does not hold it, or its logits came out different.
+        ValueError: its logits differ from the original's.
     """
-    return serve_expanded(target, expand(target.model, shape, device=target.device, dtype=target.dtype, seed=seed), shape)
-
-
-def serve_expanded(target: Target, model: PreTrainedModel, shape: Shape) -> Target:
-    """What `expand` made of a target's model as a target: packed like any that is loaded, and compared with the original."""
     lay_out(model)
     expanded = Target(model, target.tokenizer, name=f"{Path(target.name).name} expanded to {shape}")
     gap = logit_gap(target, expanded)
@@ -94,59 +91,34 @@ def serve_expanded(target: Target, model: PreTrainedModel, shape: Shape) -> Targ
 
 @torch.inference_mode()
 def logit_gap(target: Target, expanded: Target) -> float:
-    """Distance of the two targets' logits over 64 arbitrary tokens, relative to the original's length."""
+    """Distance between the two targets' logits [1, 64, V] for arbitrary tokens, relative to the norm of the original's."""
     ids = (torch.arange(64, device=target.device)[None] * 997 + 3) % target.vocab_size
     theirs, ours = (each.model(ids, use_cache=False).logits.float() for each in (target, expanded))
     return float((ours - theirs).norm() / theirs.norm())
 
 
 @torch.no_grad()
-def expand(
-    model: PreTrainedModel,
-    shape: Shape,
-    *,
-    device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
-    seed: int = 0,
-) -> PreTrainedModel:
-    """A model of `shape` with the same logits, up to rounding. It is filled in weight by weight where it will stay.
-
-    Args:
-        device, dtype: the model's own by default.
-        seed: of the random weights.
+def expand(model: PreTrainedModel, shape: ExpandedShape) -> PreTrainedModel:
+    """A model of `shape` with the same logits up to rounding. It is filled weight by weight on the model's own device.
 
     Raises:
-        ValueError: not a plain Llama, or the shape does not hold it.
+        ValueError: the model is not a plain Llama, or the shape is too small for it.
     """
     old = model.config
     _check(old, shape)
-    fill = _Fill(old.hidden_size, shape, torch.device(device or model.device), dtype or model.dtype, seed)
-    config = copy.deepcopy(old)
-    num_heads = shape.hidden_size // shape.head_dim
-    changes = {
-        "hidden_size": shape.hidden_size,
-        "num_hidden_layers": shape.num_layers,
-        "intermediate_size": shape.intermediate_size,
-        "head_dim": shape.head_dim,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_heads * old.num_key_value_heads // old.num_attention_heads,
-        "rms_norm_eps": old.rms_norm_eps * fill.ratio,
-        "max_position_embeddings": max(shape.context_length, old.max_position_embeddings),
-        "tie_word_embeddings": False,
-    }
-    for name, value in changes.items():
-        setattr(config, name, value)
+    fill = _Fill(old.hidden_size, shape, model.device, model.dtype)
+    config = _expanded_config(old, shape, fill.ratio)
     with torch.device("meta"):
         new = AutoModelForCausalLM.from_config(config, dtype=fill.dtype, attn_implementation="sdpa")
     new.model.rotary_emb = type(new.model.rotary_emb)(config=config).to(fill.device)
 
     vocabulary = torch.arange(old.vocab_size)
-    fill.linear(new.model.embed_tokens, model.model.embed_tokens, vocabulary, fill.hidden(), is_random=False)
+    fill.linear(new.model.embed_tokens, model.model.embed_tokens, vocabulary, fill.hidden(), noise=NONE)
     fill.linear(new.lm_head, model.get_output_embeddings(), vocabulary, fill.hidden())
     fill.norm(new.model.norm, model.model.norm)
     real = dict(zip(layer_positions(old.num_hidden_layers, shape.num_layers), model.model.layers, strict=True))
     for index, layer in enumerate(new.model.layers):
-        # An added layer's weights are those of the last real one, but for the two that write.
+        # An added layer copies the last real one, except for the two matrices that write to the hidden state.
         is_real = index in real
         source = real[index] if is_real else model.model.layers[-1]
         fill.norm(layer.input_layernorm, source.input_layernorm)
@@ -161,37 +133,52 @@ def expand(
     return new.eval().requires_grad_(False)
 
 
+def _expanded_config(old: Any, shape: ExpandedShape, ratio: float) -> Any:
+    config = copy.deepcopy(old)
+    num_heads = shape.hidden_size // shape.head_dim
+    changes = {
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "intermediate_size": shape.intermediate_size,
+        "head_dim": shape.head_dim,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads * old.num_key_value_heads // old.num_attention_heads,
+        "rms_norm_eps": old.rms_norm_eps * ratio,
+        "max_position_embeddings": max(shape.context_length, old.max_position_embeddings),
+        "tie_word_embeddings": False,
+    }
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
 def layer_positions(num_layers: int, num_expanded: int) -> list[int]:
-    """Where the original's layers stand among the expanded model's."""
+    """The expanded model's indices of the original's layers."""
     return [index * num_expanded // num_layers for index in range(num_layers)]
 
 
 def expanded_feature(feature: int, num_layers: int, num_expanded: int) -> int:
-    """The expanded model's number of one of the original's hidden states (k: entering layer k; -1: after the norm)."""
+    """The expanded model's number for a hidden state of the original (k: entering layer k; -1: after the norm)."""
     if feature < 0:
         return feature
     return num_expanded if feature == num_layers else layer_positions(num_layers, num_expanded)[feature]
 
 
 @torch.no_grad()
-def expand_head(head: DraftHead, target: Target, *, seed: int = 0) -> DraftHead:
-    """A head of the original target as one of the expanded target: the same drafts, at the larger shape's cost.
+def expand_head(head: DraftHead, target: Target) -> DraftHead:
+    """Expand a head of the original for the expanded `target`: the same drafts at the larger shape's cost.
 
-    The draft vocabulary stays the head's own.
+    The draft vocabulary keeps its size.
 
     Raises:
-        ValueError: not an EAGLE-3 or Medusa head, or one with parts whose expansion is not known.
+        ValueError: not an EAGLE-3 or Medusa head, or it has parts that cannot be expanded.
     """
     config = target.config
-    shape = Shape(config.hidden_size, config.num_hidden_layers, config.intermediate_size, config.head_dim)
-    fill = _Fill(head.config.target.hidden_size, shape, target.device, target.dtype, seed)
-    if isinstance(head, EagleHead):
-        new: DraftHead = _expand_eagle(head, target, fill)
-    elif isinstance(head, MedusaHead):
-        new = _expand_medusa(head, target, fill)
-    else:
-        raise ValueError(f"{head.config.head_type} heads cannot be expanded: use {' or '.join(EXPANDABLE)}")
-    return new.to(dtype=target.dtype).eval().requires_grad_(False)
+    shape = ExpandedShape(config.hidden_size, config.num_hidden_layers, config.intermediate_size, config.head_dim)
+    fill = _Fill(head.config.target.hidden_size, shape, target.device, target.dtype)
+    if (expand_kind := EXPANSIONS.get(type(head))) is None:
+        raise ValueError(f"{head.config.head_type} heads cannot be expanded: use {' or '.join(_expandable())}")
+    return expand_kind(head, target, fill).to(dtype=target.dtype).eval().requires_grad_(False)
 
 
 def expanded_drafter(
@@ -203,16 +190,23 @@ def expanded_drafter(
     num_nodes: int | None = None,
     width: int | None = None,
 ) -> Drafter | None:
-    """The drafter that `spec` names for the original target `source`, made to serve the expanded `target`."""
+    """Load the drafter that `spec` names for the original target `source`, expanded to serve the expanded `target`."""
     name, _, argument = spec.partition(":")
-    if name in EXPANDABLE:
+    # Kinds without heads have no weights of the target's shape.
+    shapeless = [kind.name for kind in KINDS.values() if not kind.heads]
+    if name in _expandable():
         head = expand_head(load_head(argument or None, source, drafter=name), target)
         given = {"num_draft_tokens": num_draft_tokens, "num_nodes": num_nodes, "width": width}
         shape: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
         return drafter_of(head, target, name=spec, **shape)
-    if name not in SHAPELESS:
-        raise ValueError(f"drafter {spec!r} cannot be expanded: use {', '.join(SHAPELESS)}, {' or '.join(EXPANDABLE)}")
+    if name not in shapeless:
+        raise ValueError(f"drafter {spec!r} cannot be expanded: use {', '.join(shapeless)}, {' or '.join(_expandable())}")
     return load_drafter(spec, target, num_draft_tokens=num_draft_tokens, num_nodes=num_nodes, width=width)
+
+
+def _expandable() -> list[str]:
+    """The kinds of drafters some of whose heads can be expanded."""
+    return [kind.name for kind in KINDS.values() if EXPANSIONS.keys() & set(kind.heads)]
 
 
 def _expand_eagle(head: EagleHead, target: Target, fill: _Fill) -> EagleHead:
@@ -240,7 +234,7 @@ def _expand_eagle(head: EagleHead, target: Target, fill: _Fill) -> EagleHead:
         fill.norm(new_norm, norm)
     if config.has_input_norm:
         fill.norm(new.input_norm, head.input_norm, features)
-    fill.linear(new.fc, head.fc, fill.hidden(), features, writes_hidden=True)
+    fill.linear(new.fc, head.fc, fill.hidden(), features, noise=fill.used)
     layer, source = new.midlayer, head.midlayer
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         fill.norm(layer.get_submodule(name), source.get_submodule(name))
@@ -260,40 +254,48 @@ def _expand_medusa(head: MedusaHead, target: Target, fill: _Fill) -> MedusaHead:
     hidden = fill.hidden()
     for new_blocks, blocks in zip(new.heads, head.heads, strict=True):
         for new_block, block in zip(new_blocks.children(), blocks.children(), strict=True):
-            # silu(0) = 0: the rows without a source stay zero.
-            fill.linear(new_block.get_submodule("linear"), block.get_submodule("linear"), hidden, hidden, writes_hidden=True)
+            # Rows without a source stay zero, because silu(0) = 0.
+            fill.linear(new_block.get_submodule("linear"), block.get_submodule("linear"), hidden, hidden, noise=fill.used)
     for new_output, output in zip(new.outputs, head.outputs, strict=True):
         fill.linear(new_output, output, torch.arange(head.config.target.vocab_size), hidden)
     if new.root_norm is not None and head.root_norm is not None:
         fill.norm(new.root_norm, head.root_norm)
-        # None is float32's, in which the norm is computed whatever the weights' type.
+        # None means float32's eps, because the norm is computed in float32 whatever the dtype of the weights.
         eps = head.root_norm.eps
         new.root_norm.eps = (torch.finfo(torch.float32).eps if eps is None else eps) * fill.ratio
-        fill.linear(new.root_proj, head.root_proj, hidden, hidden, writes_hidden=True)
+        fill.linear(new.root_proj, head.root_proj, hidden, hidden, noise=fill.used)
     return new
+
+
+EXPANSIONS: dict[type[DraftHead], Callable[[Any, Target, _Fill], DraftHead]] = {
+    EagleHead: _expand_eagle,
+    MedusaHead: _expand_medusa,
+}
 
 
 class _Fill:
     """Writes an original module's weights into the larger module of the same kind.
 
     Attributes:
-        ratio: h / H, the used part of the hidden columns.
+        ratio: h / H, the share of the hidden columns that is used.
+        used: the rows of a matrix that write these columns.
     """
 
-    def __init__(self, hidden_size: int, shape: Shape, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, hidden_size: int, shape: ExpandedShape, device: torch.device, dtype: torch.dtype) -> None:
         self.shape = shape
         self.device = device
         self.dtype = dtype
         self.ratio = hidden_size / shape.hidden_size
+        self.used = slice(hidden_size)
         self._hidden_size = hidden_size
-        self._generator = torch.Generator(device).manual_seed(seed)
+        self._generator = torch.Generator(device).manual_seed(SEED)
 
     def hidden(self, count: int = 1) -> torch.Tensor:
-        """The used columns of `count` hidden states side by side."""
+        """[count * h] the used columns of `count` hidden states side by side."""
         return (torch.arange(count)[:, None] * self.shape.hidden_size + torch.arange(self._hidden_size)).flatten()
 
     def norm(self, new: Any, old: Any, columns: torch.Tensor | None = None) -> None:
-        # The other columns meet zeros.
+        # The other columns are multiplied by zeros.
         weight = torch.ones(new.weight.shape, dtype=self.dtype, device=self.device)
         columns = self.hidden() if columns is None else columns
         weight[columns.to(self.device)] = self._scaled(old.weight, self.ratio**0.5)
@@ -307,24 +309,16 @@ class _Fill:
         columns: torch.Tensor,
         *,
         scale: float = 1.0,
-        is_random: bool = True,
-        writes_hidden: bool = False,
-        blank: slice = slice(0),
+        noise: slice = slice(None),
     ) -> None:
-        """Put a matrix, and its bias, at these rows and columns.
+        """Put the old matrix [len(rows), len(columns)] and its bias at these rows and columns of the new ones.
 
         Args:
-            is_random: the other entries are noise, else zero.
-            writes_hidden: rows without a source write hidden columns that must stay zero.
-            blank: rows that are zero wherever they have no source.
+            noise: the rows of the new matrix whose other entries are random; those of all other rows are zero.
         """
         rows, columns = rows.to(self.device), columns.to(self.device)
         weight = torch.zeros(new.weight.shape, dtype=self.dtype, device=self.device)
-        if is_random and writes_hidden:
-            weight[: self._hidden_size].normal_(0, NOISE, generator=self._generator)
-        elif is_random:
-            weight.normal_(0, NOISE, generator=self._generator)
-        weight[blank] = 0
+        weight[noise].normal_(0, NOISE, generator=self._generator)
         weight[rows[:, None], columns] = self._scaled(old.weight, scale)
         new.weight = nn.Parameter(weight, requires_grad=False)
         if getattr(old, "bias", None) is not None:
@@ -335,7 +329,7 @@ class _Fill:
     def attention(
         self, new: Any, old: Any, num_heads: int, num_kv_heads: int, head_dim: int, columns: torch.Tensor | None = None
     ) -> None:
-        """Any attention with the four projections of Llama's; `columns` are those of its input."""
+        """Expand an attention that has Llama's four projections. `columns` are the used columns of its input."""
         D = self.shape.head_dim
         columns = self.hidden() if columns is None else columns
         pairs = torch.arange(head_dim // 2) * (D // head_dim)
@@ -344,25 +338,25 @@ class _Fill:
         def places(count: int, within: torch.Tensor) -> torch.Tensor:
             return (torch.arange(count)[:, None] * D + within).flatten()
 
-        # Queries are zero where keys may be anything.
+        # Queries are zero in the dimensions in which keys are noise.
         queries = places(num_heads, rotary)
-        self.linear(new.q_proj, old.q_proj, queries, columns, scale=(D / head_dim) ** 0.5, blank=slice(num_heads * D))
+        self.linear(new.q_proj, old.q_proj, queries, columns, scale=(D / head_dim) ** 0.5, noise=slice(num_heads * D, None))
         self.linear(new.k_proj, old.k_proj, places(num_kv_heads, rotary), columns)
         self.linear(new.v_proj, old.v_proj, places(num_kv_heads, plain), columns)
-        self.linear(new.o_proj, old.o_proj, self.hidden(), places(num_heads, plain), is_random=False)
+        self.linear(new.o_proj, old.o_proj, self.hidden(), places(num_heads, plain), noise=NONE)
 
     def mlp(self, new: Any, old: Any) -> None:
         units = torch.arange(old.gate_proj.weight.shape[0])
         self.linear(new.gate_proj, old.gate_proj, units, self.hidden())
         self.linear(new.up_proj, old.up_proj, units, self.hidden())
-        self.linear(new.down_proj, old.down_proj, self.hidden(), units, is_random=False)
+        self.linear(new.down_proj, old.down_proj, self.hidden(), units, noise=NONE)
 
     def _scaled(self, values: torch.Tensor, scale: float) -> torch.Tensor:
         values = values.detach().to(self.device)
         return (values if scale == 1 else values.double() * scale).to(self.dtype)
 
 
-def _check(config: Any, shape: Shape) -> None:
+def _check(config: Any, shape: ExpandedShape) -> None:
     kind = config.model_type
     rope = (config.rope_parameters or {}).get("rope_type", "default")
     if kind != "llama" or rope != "default" or config.attention_bias or config.mlp_bias:
@@ -374,7 +368,7 @@ def _check(config: Any, shape: Shape) -> None:
     _check_heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.intermediate_size, shape)
 
 
-def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int, intermediate_size: int, shape: Shape) -> None:
+def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int, intermediate_size: int, shape: ExpandedShape) -> None:
     group = num_heads // num_kv_heads
     if shape.head_dim % head_dim:
         raise ValueError(f"shape {shape}: head_dim must be a multiple of the original's {head_dim}")

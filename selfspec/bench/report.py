@@ -1,9 +1,8 @@
-"""What the runtime benchmark shows and keeps: tables, one JSON record, and plots where matplotlib is installed."""
+"""The runtime benchmark's results: tables, one JSON record, and plots if matplotlib is installed."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -13,18 +12,19 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from selfspec.bench.steps import PLAIN, Answered, Floor, PrefillTime, Promise, StageTimes, StepTime
+from selfspec.bench.compare import PLAIN
+from selfspec.bench.steps import AnswerTime, Floor, PrefillTime, Promise, StageTimes, StepTime
 
 GIB = 1 << 30
 
 
 @dataclass
 class RuntimeReport:
-    """Everything measured so far, in the order in which it is measured.
+    """Everything measured so far, in the order of measuring.
 
     Attributes:
-        environment: target, device, dtype and versions; the target's name says "expanded" where it is.
-        peak_bytes: by part of the run; None where the device keeps no count.
+        environment: target, device, dtype and versions; the name of an expanded target says "expanded".
+        peak_bytes: by part of the run; None if the device does not count.
         notes: what was left out, and why.
     """
 
@@ -33,14 +33,14 @@ class RuntimeReport:
     steps: list[StepTime] = field(default_factory=list)
     prefills: list[PrefillTime] = field(default_factory=list)
     stages: list[StageTimes] = field(default_factory=list)
-    answers: list[Answered] = field(default_factory=list)
+    answers: list[AnswerTime] = field(default_factory=list)
     promises: list[Promise] = field(default_factory=list)
     peak_bytes: dict[str, int | None] = field(default_factory=dict)
     kernels: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Write the record, with what follows from its figures; times are in seconds unless a key says ms."""
+        """Write the record and the figures derived from it as JSON. Times are in seconds unless a key says ms."""
         record = asdict(self)
         if self.floor is not None:
             record["floor"]["seconds"] = self.floor.seconds
@@ -51,15 +51,15 @@ class RuntimeReport:
         for stages, row in zip(self.stages, record["stages"], strict=True):
             row["total"] = stages.total
         record["modes"] = [asdict(mode) for mode in self.modes]
-        # Complete or as it was before.
+        # A reader finds the whole new file or the whole old one.
         partial = path.with_name(path.name + ".partial")
         partial.write_text(json.dumps(record, indent=1) + "\n")
         partial.replace(path)
 
     @property
     def modes(self) -> list[ModeRate]:
-        """The end-to-end answers, mode by mode, against plain decoding of the same prompts."""
-        by_mode: dict[str, dict[int, Answered]] = {}
+        """The end-to-end answers of each mode, compared with plain decoding of the same prompts."""
+        by_mode: dict[str, dict[int, AnswerTime]] = {}
         for each in self.answers:
             by_mode.setdefault(each.mode, {})[each.prompt_index] = each
         plain = by_mode.get(PLAIN, {})
@@ -68,11 +68,12 @@ class RuntimeReport:
 
 @dataclass(frozen=True)
 class ModeRate:
-    """A mode over its prompts; ratios are medians over them.
+    """A mode's figures over its prompts. Ratios are medians over the prompts.
 
     Attributes:
-        tokens_per_second: prefill included; `decode_tokens_per_second`: without it and the first step.
-        total_speedup, decode_speedup: against plain decoding.
+        tokens_per_second: with prefill.
+        decode_tokens_per_second: without prefill and the first step.
+        total_speedup, decode_speedup: over plain decoding, with and without prefill.
     """
 
     mode: str
@@ -85,7 +86,7 @@ class ModeRate:
     num_identical: int
 
 
-def _mode_rate(mode: str, answers: list[Answered], plain: dict[int, Answered]) -> ModeRate:
+def _mode_rate(mode: str, answers: list[AnswerTime], plain: dict[int, AnswerTime]) -> ModeRate:
     num_tokens = sum(each.num_tokens for each in answers)
     decode = [each.decode_seconds_per_token for each in answers if each.decode_seconds_per_token is not None]
     pairs = [(plain[each.prompt_index], each) for each in answers]
@@ -107,12 +108,12 @@ def _mode_rate(mode: str, answers: list[Answered], plain: dict[int, Answered]) -
 
 
 def show(report: RuntimeReport, console: Console) -> None:
-    """The tables; every title names the target."""
+    """Print the tables. Every title names the target."""
     name = report.environment["target"]
     if report.floor is not None:
         _show_steps(report, report.floor, console)
     if report.stages:
-        table = _table(f"{name}: where a step's time goes (ms, a wait for the device around each stage)")
+        table = _table(f"{name}: where a step's time goes (ms; the host waits for the device around each stage)")
         for heading in ("mode", "nodes", "draft", "verify", "commit", "step"):
             table.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=True)
         for each in report.stages:
@@ -135,9 +136,9 @@ def show(report: RuntimeReport, console: Console) -> None:
                 f"{mode.num_identical}/{mode.num_prompts}",
             )
         console.print(table)
-        console.print("Total includes prefill, decode leaves it out: medians over prompts, relative to none.")
+        console.print("Total includes prefill, decode leaves it out. Both are medians over prompts, relative to none.")
     if report.promises:
-        table = _table(f"{name}: a drafter of set acceptance length, and what the cost model promises for it")
+        table = _table(f"{name}: drafters with a set acceptance length, and what the cost model promises for them")
         for heading in ("set", "nodes", "accept\nlength", "promised", "measured", "reached"):
             table.add_column(heading, justify="right", no_wrap=True)
         for promise in report.promises:
@@ -204,62 +205,65 @@ def has_matplotlib() -> bool:
 
 
 def plot(report: RuntimeReport, directory: Path) -> list[Path]:
-    """Draw what was measured as PNG files; matplotlib must be there."""
+    """Draw what was measured as PNG files; returns their paths. matplotlib must be installed."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
     directory.mkdir(parents=True, exist_ok=True)
-    name = str(report.environment["target"])
     files = []
-
-    def save(figure: Any, axes: Any, what: str, file_name: str) -> None:
-        axes.set_title(f"{name}\n{what}", fontsize=9)
+    for is_measured, file_name, title, draw in (
+        (report.steps and report.floor, "steps.png", "time of a verify pass", _draw_steps),
+        (report.stages, "stages.png", "where a step's time goes", _draw_stages),
+        (report.answers, "end_to_end.png", "end to end, batch 1", _draw_end_to_end),
+        (report.promises, "promises.png", "drafters with a set acceptance length", _draw_promises),
+    ):
+        if not is_measured:
+            continue
+        figure, axes = pyplot.subplots()
+        draw(report, axes)
+        axes.set_title(f"{report.environment['target']}\n{title}", fontsize=9)
         figure.tight_layout()
         figure.savefig(directory / file_name, dpi=150)
         pyplot.close(figure)
         files.append(directory / file_name)
-
-    if report.steps and report.floor is not None:
-        figure, axes = pyplot.subplots()
-        for context in dict.fromkeys(step.context for step in report.steps):
-            of = [step for step in report.steps if step.context == context]
-            axes.plot(
-                [step.num_nodes for step in of],
-                [step.wall_seconds * 1000 for step in of],
-                marker="o",
-                label=f"context {context}",
-            )
-        axes.axhline(report.floor.seconds * 1000, linestyle="--", color="grey", label="floor")
-        axes.set(xlabel="nodes", ylabel="ms a verify pass")
-        axes.set_ylim(bottom=0)
-        axes.legend()
-        save(figure, axes, "time of a verify pass", "steps.png")
-    if report.stages:
-        figure, axes = pyplot.subplots()
-        names = [each.mode for each in report.stages]
-        below = [0.0] * len(names)
-        for stage in ("draft", "verify", "commit"):
-            heights = [getattr(each, stage) * 1000 for each in report.stages]
-            axes.bar(names, heights, bottom=below, label=stage)
-            below = [a + b for a, b in zip(below, heights, strict=True)]
-        axes.set(ylabel="ms a step")
-        axes.legend()
-        save(figure, axes, "where a step's time goes", "stages.png")
-    if report.answers:
-        figure, axes = pyplot.subplots()
-        bars = axes.bar([mode.mode for mode in report.modes], [mode.tokens_per_second for mode in report.modes])
-        axes.bar_label(bars, fmt="%.0f")
-        axes.tick_params(axis="x", labelrotation=20)
-        axes.set(ylabel="tokens a second, prefill included")
-        save(figure, axes, "end to end, batch 1", "end_to_end.png")
-    if report.promises:
-        figure, axes = pyplot.subplots()
-        lengths: Sequence[float] = [each.acceptance_length for each in report.promises]
-        axes.plot(lengths, [each.promised for each in report.promises], marker="o", label="promised by the cost model")
-        axes.plot(lengths, [each.measured for each in report.promises], marker="s", label="measured")
-        axes.set(xlabel="acceptance length", ylabel="speed-up over plain decoding")
-        axes.legend()
-        save(figure, axes, "a drafter of set acceptance length", "promises.png")
     return files
+
+
+def _draw_steps(report: RuntimeReport, axes: Any) -> None:
+    assert report.floor is not None
+    for context in dict.fromkeys(step.context for step in report.steps):
+        steps = [step for step in report.steps if step.context == context]
+        milliseconds = [step.wall_seconds * 1000 for step in steps]
+        axes.plot([step.num_nodes for step in steps], milliseconds, marker="o", label=f"context {context}")
+    axes.axhline(report.floor.seconds * 1000, linestyle="--", color="grey", label="floor")
+    axes.set(xlabel="nodes", ylabel="ms per verify pass")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+
+
+def _draw_stages(report: RuntimeReport, axes: Any) -> None:
+    names = [each.mode for each in report.stages]
+    below = [0.0] * len(names)
+    for stage in ("draft", "verify", "commit"):
+        heights = [getattr(each, stage) * 1000 for each in report.stages]
+        axes.bar(names, heights, bottom=below, label=stage)
+        below = [a + b for a, b in zip(below, heights, strict=True)]
+    axes.set(ylabel="ms per step")
+    axes.legend()
+
+
+def _draw_end_to_end(report: RuntimeReport, axes: Any) -> None:
+    bars = axes.bar([mode.mode for mode in report.modes], [mode.tokens_per_second for mode in report.modes])
+    axes.bar_label(bars, fmt="%.0f")
+    axes.tick_params(axis="x", labelrotation=20)
+    axes.set(ylabel="tokens per second, prefill included")
+
+
+def _draw_promises(report: RuntimeReport, axes: Any) -> None:
+    lengths = [each.acceptance_length for each in report.promises]
+    axes.plot(lengths, [each.promised for each in report.promises], marker="o", label="promised by the cost model")
+    axes.plot(lengths, [each.measured for each in report.promises], marker="s", label="measured")
+    axes.set(xlabel="acceptance length", ylabel="speed-up over plain decoding")
+    axes.legend()

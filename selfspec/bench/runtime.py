@@ -1,4 +1,4 @@
-"""One run of the runtime benchmark: its parts one after the other, each kept as soon as it is there."""
+"""One run of the runtime benchmark, part after part. The caller gets the report after each, so a failure loses little."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfspec.bench.report import RuntimeReport
 from selfspec.bench.steps import (
-    answer,
+    answer_times,
     check_contexts,
     end_to_end,
     peak_bytes,
@@ -22,7 +22,7 @@ from selfspec.bench.steps import (
     read_floor,
     stage_times,
     step_times,
-    transformers_answers,
+    transformers_times,
 )
 from selfspec.bench.tasks import environment
 from selfspec.config import SamplingParams
@@ -34,15 +34,15 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to measure; an empty list leaves its part out.
+class RuntimeSettings:
+    """What to measure. An empty list leaves its part out.
 
     Attributes:
-        baselines: of `eager` and `static`.
-        baseline: what transformers runs: where to load it from, or the model.
+        baselines: any of `eager` and `static`.
+        baseline: what transformers runs: a path or Hub id to load, or the model itself.
         profile: where to write a trace of the last drafter.
-        revision: of the baseline, where it is loaded from the Hub.
-        notes: what the report is to say beside its figures.
+        revision: the baseline's, if it is loaded from the Hub.
+        notes: what the report should say besides its figures.
     """
 
     contexts: Sequence[int]
@@ -59,18 +59,18 @@ class Plan:
     notes: Sequence[str] = ()
 
 
-def run(
+def measure_runtime(
     target: Target,
     drafters: Mapping[str, Drafter | None],
-    plan: Plan,
+    settings: RuntimeSettings,
     *,
     on_part: Callable[[str], None] = lambda _: None,
     on_result: Callable[[RuntimeReport], None] = lambda _: None,
 ) -> RuntimeReport:
-    """Measure; `on_part` hears what comes next, `on_result` gets the report after every part."""
-    check_contexts(target, plan.contexts, plan.nodes)
-    report = RuntimeReport(environment(target), notes=list(plan.notes))
-    prompts = [target.encode(row.prompt) for row in plan.prompts]
+    """Measure every part. `on_part` is told what comes next; `on_result` gets the report after every part."""
+    check_contexts(target, settings.contexts, settings.nodes)
+    report = RuntimeReport(environment(target), notes=list(settings.notes))
+    prompts = [target.encode(row.prompt) for row in settings.prompts]
 
     def finish(part: str) -> None:
         report.peak_bytes[part] = peak_bytes(target.device)
@@ -81,66 +81,59 @@ def run(
     finish("loading")
     on_part("measuring the floor and the steps")
     report.floor = read_floor(target)
-    report.steps, report.prefills = step_times(target, plan.contexts, plan.nodes, num_calls=plan.num_calls)
+    report.steps, report.prefills = step_times(target, settings.contexts, settings.nodes, num_calls=settings.num_calls)
     finish("steps")
     if not prompts:
         return report
 
     on_part("measuring the stages of the loop")
-    stage_sampling = plan.sampling.with_(ignore_eos=True)
+    stage_sampling = settings.sampling.with_(ignore_eos=True)
     for drafter in (None, *drafters.values()):
         report.stages.append(stage_times(target, prompts[0], drafter, stage_sampling))
     finish("stages")
 
     on_part("measuring end to end")
-    report.answers = end_to_end(target, prompts, drafters, plan.sampling)
+    report.answers = end_to_end(target, prompts, drafters, settings.sampling)
     finish("end to end")
 
-    if plan.acceptance_lengths:
+    if settings.acceptance_lengths:
         on_part("measuring against the cost model")
-        report.promises = promises(
-            target,
-            prompts[:2],
-            plan.acceptance_lengths,
-            plan.synthetic_nodes,
-            max_new_tokens=plan.sampling.max_new_tokens,
-        )
+        lengths, num_nodes = settings.acceptance_lengths, settings.synthetic_nodes
+        most = settings.sampling.max_new_tokens
+        report.promises = promises(target, prompts[:2], lengths, num_nodes, max_new_tokens=most)
         finish("cost model")
 
-    if plan.profile is not None:
+    if settings.profile is not None:
         on_part("profiling")
         last = list(drafters.values())[-1] if drafters else None
-        report.kernels = profile(target, prompts[0], last, plan.profile)
+        report.kernels = profile(target, prompts[0], last, settings.profile)
         finish("profile")
 
-    if plan.baselines:
+    if settings.baselines:
         on_part("measuring transformers")
-        _baselines(target, prompts, plan, report)
+        _measure_baselines(target, prompts, settings, report)
         finish("transformers")
     return report
 
 
-def _baselines(target: Target, prompts: list[list[int]], plan: Plan, report: RuntimeReport) -> None:
-    model: Any = plan.baseline
+def _measure_baselines(target: Target, prompts: list[list[int]], settings: RuntimeSettings, report: RuntimeReport) -> None:
+    model: Any = settings.baseline
+    sampling = settings.sampling
     if isinstance(model, str):
-        model = AutoModelForCausalLM.from_pretrained(model, dtype=target.dtype, revision=plan.revision)
+        model = AutoModelForCausalLM.from_pretrained(model, dtype=target.dtype, revision=settings.revision)
         model = model.to(target.device).eval()
-    expected = [answer(target, prompt, None, plan.sampling, use_cost_guard=True)[0].token_ids for prompt in prompts]
-    if "eager" in plan.baselines:
-        report.answers += transformers_answers(model, prompts, expected, plan.sampling, mode="transformers")
-    if "static" in plan.baselines:
-        # One prompt: every length of answer and prompt is compiled anew.
+    plain = [answer_times(target, prompt, None, sampling, use_cost_guard=True)[0] for prompt in prompts]
+    expected = [completion.token_ids for completion in plain]
+    if "eager" in settings.baselines:
+        report.answers += transformers_times(model, prompts, expected, sampling, mode="transformers")
+    if "static" in settings.baselines:
+        mode = "transformers, static cache"
+        # One prompt only, because every length of prompt and answer is compiled separately.
+        one, its_answer = prompts[:1], expected[:1]
         try:
-            report.answers += transformers_answers(
-                model,
-                prompts[:1],
-                expected[:1],
-                plan.sampling,
-                mode="transformers, static cache",
-                cache_implementation="static",
-            )
+            report.answers += transformers_times(model, one, its_answer, sampling, mode=mode, cache_implementation="static")
         except Exception as error:
-            # Somebody else's compiler: what was measured before it is worth more than its failure.
+            # The compiler is not ours. Its failure must not cost what was measured before it.
             logger.debug("static cache", exc_info=True)
             first = (str(error).strip().splitlines() or [""])[0]
             report.notes.append(f"transformers with a static cache failed: {type(error).__name__}: {first}")

@@ -1,10 +1,9 @@
 """What a step costs and where its time goes, on one target, device and dtype, in one run.
 
-The floor is the time in which the device reads every weight of the target once, at the speed of a large copy; the embedding
-table, of which a step reads a few rows, is left out. Steps are timed as a black box, after calls that warm them up, each by
-itself: device seconds by CUDA events (gaps between kernels included), wall seconds with a wait for the device at the end,
-and the host gap, which is the difference. Stages of the decoding loop are timed with such a wait around each of them;
-end-to-end runs have none.
+The floor is the time the device takes to read every weight of the target once, at the speed of a large copy. It leaves out
+the embedding table, because a step reads only a few of its rows. A step is timed as a whole, after warm-up calls: device
+seconds by CUDA events (gaps between kernels included), wall seconds until the device is done, and their difference, the host
+gap. For the stages of the decoding loop, the host waits for the device before and after each; end-to-end runs never wait.
 """
 
 from __future__ import annotations
@@ -22,25 +21,24 @@ from torch.profiler import ProfilerActivity, record_function
 from transformers import PreTrainedModel
 
 from selfspec.api import Completion, stream
-from selfspec.bench.compare import WARM_UP
+from selfspec.bench.compare import PLAIN, WARM_UP
 from selfspec.bench.synthetic import SyntheticDrafter
 from selfspec.config import SamplingParams
 from selfspec.loop.accept import Acceptance
-from selfspec.loop.drafter import Drafter, NoDrafter
-from selfspec.loop.sequence import Batch
+from selfspec.loop.batch import Batch
+from selfspec.loop.drafter import Drafter, NoDrafter, Proposal
 from selfspec.loop.sequence import Sequence as DecodedSequence
 from selfspec.model.packed_linear import PackedLinear
-from selfspec.model.target import Target, Verification
+from selfspec.model.target import Target
 from selfspec.tree import CandidateTree, from_parents
 
-PLAIN = "none"
-# Calls of a step before the clock runs: kernels are compiled and graphs captured in them.
+# Calls of a step before any is timed. Kernels are compiled and graphs captured during them.
 NUM_WARM_UP = 5
 
 
 @dataclass(frozen=True)
 class Floor:
-    """What reading the weights once takes. `copy_bytes_per_second` counts bytes read and bytes written."""
+    """What it takes to read the weights once. `copy_bytes_per_second` counts bytes read and bytes written."""
 
     copy_bytes_per_second: float
     weight_bytes: int
@@ -51,13 +49,13 @@ class Floor:
         return self.weight_bytes / self.copy_bytes_per_second
 
     def seconds_at(self, context: int) -> float:
-        """With the keys and values of a prefix, which a step reads too."""
+        """The floor of a step after `context` tokens, whose keys and values it reads too."""
         return (self.weight_bytes + context * self.kv_bytes_per_token) / self.copy_bytes_per_second
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Medians of a verify pass over a random tree; `device_seconds` is None where there are no CUDA events."""
+    """Medians for a verify pass over a random tree. `device_seconds` is None on a device without CUDA events."""
 
     context: int
     num_nodes: int
@@ -71,7 +69,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class PrefillTime:
-    """Entering the prompt tokens from `start` to `context`."""
+    """Seconds to prefill the tokens from `start` to `context`."""
 
     start: int
     context: int
@@ -80,7 +78,7 @@ class PrefillTime:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Median wall seconds of a step's stages in the loop; `verify` has acceptance, compaction and the step's read in it."""
+    """Median wall seconds of a step's stages. `verify` includes acceptance, compaction and the step's read to the host."""
 
     mode: str
     num_steps: int
@@ -95,13 +93,13 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
-class Answered:
-    """One prompt answered by one mode.
+class AnswerTime:
+    """How long one mode took to answer one prompt.
 
     Attributes:
         seconds: wall clock, prefill included.
-        decode_seconds_per_token: of the tokens after the first step; None where nothing tells the steps apart.
-        is_identical: the tokens are plain decoding's.
+        decode_seconds_per_token: for the tokens after the first step; None if the steps cannot be told apart.
+        is_identical: the tokens equal those of plain decoding.
     """
 
     mode: str
@@ -115,12 +113,12 @@ class Answered:
 
 @dataclass(frozen=True)
 class Promise:
-    """A drafter of set acceptance length: what the cost model promises, and what came.
+    """A drafter with a set acceptance length: the speed-up that the cost model promises, and the one measured.
 
     Attributes:
-        acceptance_length: measured; below the set one where low precision made the text another.
+        acceptance_length: as measured; below the set one if low precision changed the text.
         promised: acceptance_length * (seconds of a plain step) / (seconds of a step of this drafter), stages timed alone.
-        measured: plain decoding's seconds a token over this drafter's, end to end without prefill.
+        measured: seconds per token of plain decoding over those of this drafter, end to end without prefill.
     """
 
     set_length: int
@@ -131,7 +129,7 @@ class Promise:
 
 
 def read_floor(target: Target, *, num_calls: int = 20) -> Floor:
-    """Copy bandwidth of the target's device, and what a step has to read."""
+    """Measure the copy bandwidth of the target's device, and count what a step has to read."""
     size = 1 << (30 if target.device.type == "cuda" else 26)
     source = torch.ones(size, dtype=torch.uint8, device=target.device)
     copy = torch.empty_like(source)
@@ -141,7 +139,7 @@ def read_floor(target: Target, *, num_calls: int = 20) -> Floor:
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of all weights but the embedding table, which counts only where the LM head shares it."""
+    """Bytes of all weights except the embedding table, which counts only if the LM head shares it."""
     embedding = model.get_input_embeddings()
     weights: dict[int, int] = {}
     for module in model.modules():
@@ -153,7 +151,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def timed(call: Callable[[], Any], device: torch.device, num_calls: int) -> list[tuple[float, float | None]]:
-    """Wall and device seconds of each of `num_calls` calls, after a few that do not count."""
+    """Wall and device seconds of each of `num_calls` calls, after a few warm-up calls."""
     for _ in range(NUM_WARM_UP):
         call()
     timings: list[tuple[float, float | None]] = []
@@ -175,7 +173,7 @@ def timed(call: Callable[[], Any], device: torch.device, num_calls: int) -> list
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """The host's clock, read when the device has done all that was asked of it."""
+    """A clock that waits until the device has finished all its work, then reads the host's time."""
 
     def now() -> float:
         if device.type == "cuda":
@@ -186,7 +184,7 @@ def clock_of(device: torch.device) -> Callable[[], float]:
 
 
 def random_tree(target: Target, num_nodes: int, seed: int = 0) -> CandidateTree:
-    """Every node's parent is any node before it."""
+    """A tree [1, num_nodes] with random tokens. The parent of each node is a random earlier node."""
     generator = torch.Generator().manual_seed(seed)
     parents = [-1, *(int(torch.randint(i, (1,), generator=generator)) for i in range(1, num_nodes))]
     tokens = torch.randint(target.config.vocab_size, (1, num_nodes), generator=generator)
@@ -194,17 +192,19 @@ def random_tree(target: Target, num_nodes: int, seed: int = 0) -> CandidateTree:
 
 
 def check_contexts(target: Target, contexts: Sequence[int], nodes: Sequence[int]) -> None:
-    """Refuse prefixes that leave no room for a tree."""
+    """Raise a ValueError for a prefix length that leaves no room for the largest tree."""
     most = target.context_length - max(nodes)
     for context in contexts:
         if not 1 <= context <= most:
-            raise ValueError(f"context {context} is not possible: {target.name} takes 1 to {most} beside {max(nodes)} nodes")
+            raise ValueError(
+                f"context {context} is not possible: {target.name} takes 1 to {most} with trees of {max(nodes)} nodes"
+            )
 
 
 def step_times(
     target: Target, contexts: Sequence[int], nodes: Sequence[int], *, num_calls: int = 30
 ) -> tuple[list[StepTime], list[PrefillTime]]:
-    """Time `target.verify` at batch 1 for every prefix length and tree size; prefixes are random tokens, prefilled."""
+    """Time `target.verify` at batch 1 for every prefix length and tree size. Prefixes are prefilled random tokens."""
     check_contexts(target, contexts, nodes)
     cache = target.new_cache()
     row = cache.open_row()
@@ -228,10 +228,10 @@ def step_times(
 
 
 class StageClock(Drafter):
-    """A drafter whose stages are timed, and marked in a profile; what it drafts is the inner one's.
+    """A drafter that drafts as `inner` does, times each stage of a step, and marks the stages in a profile.
 
     Args:
-        now: `clock_of` the device, for the stages' seconds; `time.perf_counter`, to let the device run on.
+        now: `clock_of` the device to time stages; `time.perf_counter` to profile, because it does not wait for the device.
     """
 
     def __init__(self, inner: Drafter, now: Callable[[], float]) -> None:
@@ -241,7 +241,6 @@ class StageClock(Drafter):
         self.num_nodes = inner.num_nodes
         self.features = inner.features
         self.is_costly = inner.is_costly
-        self.verifies_itself = inner.verifies_itself
         self.seconds: dict[str, list[float]] = {name: [] for name in ("draft", "verify", "commit")}
         self.tree_sizes: list[int] = []
         self._now = now
@@ -254,45 +253,47 @@ class StageClock(Drafter):
     def retire(self, sequence: DecodedSequence) -> None:
         self.inner.retire(sequence)
 
-    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
         start = self._now()
         with record_function("draft"):
-            tree = self.inner.propose(batch, num_draft_tokens)
+            proposal = self.inner.propose(batch, num_draft_tokens)
         self._drafted = self._now()
         self.seconds["draft"].append(self._drafted - start)
-        self.tree_sizes.append(tree.num_nodes)
+        self.tree_sizes.append(proposal.tree.num_nodes)
         self._verifying = record_function("verify")
         self._verifying.__enter__()
-        return tree
-
-    def verify(self, target: Target, batch: Batch, tree: CandidateTree) -> Verification:
-        return self.inner.verify(target, batch, tree)
+        return proposal
 
     def commit(
-        self, batch: Batch, tree: CandidateTree, acceptance: Acceptance, features: Mapping[int, torch.Tensor]
+        self,
+        batch: Batch,
+        proposal: Proposal,
+        acceptance: Acceptance,
+        features: Mapping[int, torch.Tensor],
+        num_new: list[int],
     ) -> None:
         self._verifying.__exit__(None, None, None)
         start = self._now()
         self.seconds["verify"].append(start - self._drafted)
         with record_function("commit"):
-            self.inner.commit(batch, tree, acceptance, features)
+            self.inner.commit(batch, proposal, acceptance, features, num_new)
         self.seconds["commit"].append(self._now() - start)
 
 
 def stage_times(target: Target, prompt_ids: list[int], drafter: Drafter | None, sampling: SamplingParams) -> StageTimes:
-    """Answer one prompt, always drafting all that the drafter can, and time each stage by itself."""
+    """Answer one prompt with the cost guard off, and time each stage by itself."""
     inner = drafter or NoDrafter()
-    answer(target, prompt_ids, inner, sampling, use_cost_guard=False)
+    answer_times(target, prompt_ids, inner, sampling, use_cost_guard=False)
     clock = StageClock(inner, clock_of(target.device))
-    answer(target, prompt_ids, clock, sampling, use_cost_guard=False)
+    answer_times(target, prompt_ids, clock, sampling, use_cost_guard=False)
     stages = {name: median(seconds) for name, seconds in clock.seconds.items()}
     return StageTimes(inner.name, len(clock.tree_sizes), int(median(clock.tree_sizes)), **stages)
 
 
-def answer(
+def answer_times(
     target: Target, prompt_ids: list[int], drafter: Drafter | None, sampling: SamplingParams, *, use_cost_guard: bool
 ) -> tuple[Completion, float | None]:
-    """A prompt's answer, and the seconds a token of all steps but the first, whose end includes the prefill."""
+    """Answer one prompt. Also returns seconds per token, without the first step because that includes the prefill."""
     times, counts = [], []
     completion = None
     for event in stream(target, prompt_ids, drafter=drafter, sampling=sampling, use_cost_guard=use_cost_guard):
@@ -311,19 +312,19 @@ def end_to_end(
     sampling: SamplingParams,
     *,
     on_answer: Callable[[], None] = lambda: None,
-) -> list[Answered]:
-    """Every prompt by every mode in turn, plain decoding first, with the cost guard on."""
+) -> list[AnswerTime]:
+    """Answer every prompt with every mode in turn, plain decoding first, with the cost guard on."""
     modes = {PLAIN: None, **drafters}
     for drafter in modes.values():
-        answer(target, prompts[0], drafter, sampling, use_cost_guard=True)
+        answer_times(target, prompts[0], drafter, sampling, use_cost_guard=True)
     answers = []
     for index, prompt in enumerate(prompts):
         expected: list[int] = []
         for mode, drafter in modes.items():
-            completion, per_token = answer(target, prompt, drafter, sampling, use_cost_guard=True)
+            completion, per_token = answer_times(target, prompt, drafter, sampling, use_cost_guard=True)
             expected = completion.token_ids if mode == PLAIN else expected
             answers.append(
-                Answered(
+                AnswerTime(
                     mode,
                     index,
                     len(completion.token_ids),
@@ -337,7 +338,7 @@ def end_to_end(
     return answers
 
 
-def transformers_answers(
+def transformers_times(
     model: PreTrainedModel,
     prompts: Sequence[list[int]],
     expected: Sequence[list[int]],
@@ -345,11 +346,12 @@ def transformers_answers(
     *,
     mode: str,
     **options: Any,
-) -> list[Answered]:
-    """The same prompts by transformers' own greedy `generate`, each once unmeasured: it compiles for a length.
+) -> list[AnswerTime]:
+    """Answer the same prompts with transformers' greedy `generate`, each once untimed because it compiles for each length.
 
     Args:
-        options: more of `generate`'s, such as `cache_implementation="static"`, which on CUDA compiles the forward.
+        expected: the tokens of plain decoding for each prompt.
+        options: more options of `generate`; `cache_implementation="static"` compiles the forward on CUDA.
     """
     device = model.device
     now = clock_of(device)
@@ -357,51 +359,51 @@ def transformers_answers(
     for index, (prompt, tokens) in enumerate(zip(prompts, expected, strict=True)):
         input_ids = torch.tensor([prompt], device=device)
         settings = {"max_new_tokens": sampling.max_new_tokens, "do_sample": False, **options}
-        # All of it, since a static cache has the size of the whole answer.
+        # A whole answer, because a static cache has the size of the whole answer.
         model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **settings)
         start = now()
         output = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **settings)
         seconds = now() - start
         got = output[0, len(prompt) :].tolist()
-        answers.append(Answered(mode, index, len(got), len(got), seconds, None, got == tokens))
+        answers.append(AnswerTime(mode, index, len(got), len(got), seconds, None, got == tokens))
     return answers
 
 
 def promises(
     target: Target, prompts: Sequence[list[int]], lengths: Sequence[int], num_nodes: int, *, max_new_tokens: int
 ) -> list[Promise]:
-    """Compare drafters of set acceptance lengths with what the cost model promises for them."""
+    """Measure drafters with these acceptance lengths, and compare each with what the cost model promises for it."""
     sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
-    answer(target, prompts[0], None, sampling, use_cost_guard=False)
-    plain = [answer(target, prompt, None, sampling, use_cost_guard=False) for prompt in prompts]
+    answer_times(target, prompts[0], None, sampling, use_cost_guard=False)
+    plain = [answer_times(target, prompt, None, sampling, use_cost_guard=False) for prompt in prompts]
     answers = {tuple(prompt): done.token_ids for prompt, (done, _) in zip(prompts, plain, strict=True)}
     plain_stages = stage_times(target, prompts[0], None, sampling)
     results = []
     for length in lengths:
         drafter = SyntheticDrafter(answers, acceptance_length=length, num_nodes=num_nodes)
         stages = stage_times(target, prompts[0], drafter, sampling)
-        runs = [answer(target, prompt, drafter, sampling, use_cost_guard=False) for prompt in prompts]
+        runs = [answer_times(target, prompt, drafter, sampling, use_cost_guard=False) for prompt in prompts]
         num_tokens = sum(len(done.token_ids) for done, _ in runs)
         acceptance_length = num_tokens / sum(done.num_target_passes for done, _ in runs)
         ratios = [
             before / after for (_, before), (_, after) in zip(plain, runs, strict=True) if before is not None and after
         ]
         if not ratios:
-            raise ValueError(f"max_new_tokens={max_new_tokens} is over in one step of {length}: use more")
+            raise ValueError(f"max_new_tokens={max_new_tokens} is reached in one step of {length} tokens: use more")
         promised = acceptance_length * plain_stages.total / stages.total
         results.append(Promise(length, num_nodes, acceptance_length, promised, median(ratios)))
     return results
 
 
 def profile(target: Target, prompt_ids: list[int], drafter: Drafter | None, path: Path) -> list[dict[str, Any]]:
-    """Write a Chrome trace of a short answer, its stages marked; returns the kernels that took most of the device's time."""
+    """Write a Chrome trace of a short answer with its stages marked. Returns the kernels that took the most device time."""
     clock = StageClock(drafter or NoDrafter(), time.perf_counter)
-    answer(target, prompt_ids, clock, WARM_UP, use_cost_guard=False)
+    answer_times(target, prompt_ids, clock, WARM_UP, use_cost_guard=False)
     activities = [ProfilerActivity.CPU]
     if target.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as trace:
-        answer(target, prompt_ids, clock, WARM_UP.with_(max_new_tokens=32), use_cost_guard=False)
+        answer_times(target, prompt_ids, clock, WARM_UP.with_(max_new_tokens=32), use_cost_guard=False)
     trace.export_chrome_trace(str(path))
     on_device = target.device.type == "cuda"
     rows = []
@@ -415,5 +417,5 @@ def profile(target: Target, prompt_ids: list[int], drafter: Drafter | None, path
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most memory that torch has held on the device since the last reset; None where it keeps no count."""
+    """The most memory that torch has held on the device since the last reset; None on a device without such a count."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -1,12 +1,12 @@
 """Speed on real prompts, task by task, against two baselines of the same run.
 
-Every prompt is answered by every mode in turn, so that a slow spell of a shared machine meets all of them alike. A task's
-speed-up is the median over its prompts of the ratio of seconds a token. Prefill is the same work in every mode and is timed
-apart: `decode` ratios leave it out, `total` ratios do not.
+Every mode answers every prompt in turn, because a slow spell of a shared machine then slows all modes alike. A task's
+speed-up is the median, over its prompts, of the ratio of seconds per token. Prefill is the same work in every mode and is
+timed apart: `decode` ratios leave it out, `total` ratios include it.
 
-Beside each measured speed-up stands the cost model's prediction (`selfspec.plan.formulas.speedup`): a task's acceptance
-length over what a step costs, one pair of cost ratios for the whole run. The gap is what the model leaves out: the host's
-time between drafts and passes, and that costs differ from task to task, with the text's length and with how much is drafted.
+Next to each measured speed-up stands the cost model's prediction (`selfspec.plan.formulas.speedup`): a task's acceptance
+length over the cost of a step, with one pair of cost ratios for the whole run. The model leaves out the host's time between
+drafts and passes. It also ignores that costs differ between tasks, with the length of the text and the number of drafts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from selfspec.api import Completion, completion_of
-from selfspec.bench.compare import WARM_UP, transformers_run
+from selfspec.bench.compare import PLAIN, WARM_UP, TimedAnswer, transformers_run
 from selfspec.config import SamplingParams
 from selfspec.drafters import Drafter
 from selfspec.loop.decode import decode
@@ -37,17 +37,17 @@ DATA = Path(__file__).parents[1] / "data"
 BENCHMARKS = ("spec_bench", "humaneval")
 DEMO_PROMPTS = DATA / "demo_prompts.jsonl"
 
-# The names of the two baselines: this runtime's plain decoding, and transformers' generate.
-PLAIN = "none"
+# The baselines are this runtime's plain decoding (`PLAIN`) and transformers' generate.
 BASELINE = "transformers"
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One prompt answered by one mode; of transformers only the whole time is known (None for its parts).
+    """One mode's answer to one prompt. For transformers only the whole time is known; the parts are None.
 
     Attributes:
-        draft_seconds, verify_seconds: of all drafting, and of all target passes with the acceptance behind them.
+        draft_seconds: spent on all drafting.
+        verify_seconds: spent on all target passes, acceptance included.
     """
 
     task: str
@@ -69,7 +69,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a step of a mode costs on average, relative to a plain pass: its drafting, and its pass over the tree."""
+    """The mean cost of a mode's step, relative to a plain pass: of its drafting and of its pass over the tree."""
 
     draft: float
     verify: float
@@ -77,15 +77,15 @@ class Costs:
 
 @dataclass(frozen=True)
 class Summary:
-    """A mode over the prompts of a task; ratios are medians over prompts, above 1 is faster.
+    """A mode's figures over the prompts of a task. Ratios are medians over prompts; above 1 is faster.
 
     Attributes:
         tokens_per_second: all tokens over all seconds, prefill included.
         acceptance_length: tokens per target pass, bonus token included.
-        decode_speedup, total_speedup: against plain decoding, without and with prefill.
-        predicted_speedup: what the cost model says of `decode_speedup`, from `costs` and the acceptance length.
-        baseline_speedup: against transformers' generate, with prefill; None where it did not run.
-        num_identical: prompts whose tokens equal plain decoding's.
+        decode_speedup, total_speedup: over plain decoding, without and with prefill.
+        predicted_speedup: the cost model's prediction of `decode_speedup`, from `costs` and the acceptance length.
+        baseline_speedup: over transformers' generate, with prefill; None if that did not run.
+        num_identical: prompts whose tokens equal those of plain decoding.
     """
 
     num_prompts: int
@@ -105,70 +105,77 @@ def read_benchmark(name: str | Path) -> list[PromptRow]:
 
 
 def choose_prompts(rows: Sequence[PromptRow], num_per_task: int | None) -> dict[str, list[PromptRow]]:
-    """Rows by task, `num_per_task` of each, spread evenly over the task's rows."""
+    """Rows by task. `num_per_task` keeps that many of each task, spread evenly over its rows."""
     tasks: dict[str, list[PromptRow]] = {}
     for row in rows:
         tasks.setdefault(row.category or "all", []).append(row)
     if num_per_task is None:
         return tasks
-    return {
-        task: [of[i * len(of) // n] for i in range(n)] for task, of in tasks.items() if (n := min(num_per_task, len(of)))
-    }
+    return {task: spread(of, num_per_task) for task, of in tasks.items() if num_per_task}
 
 
-def run(
+def spread(rows: Sequence[PromptRow], count: int) -> list[PromptRow]:
+    """At most `count` rows, spread evenly over all."""
+    count = min(count, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSettings:
+    """How to answer the prompts.
+
+    Attributes:
+        baseline_source: what transformers runs: a path or Hub id to load, or the model itself; None leaves it out.
+    """
+
+    sampling: SamplingParams
+    use_cost_guard: bool = True
+    baseline_source: str | PreTrainedModel | None = None
+
+
+# What answered, and the seconds of its prefill, its drafting and its target passes, as far as they are known.
+Answered = tuple[Completion | TimedAnswer, float | None, float | None, float | None]
+
+
+def measure_tasks(
     target: Target,
     tasks: Mapping[str, Sequence[PromptRow]],
     drafters: Mapping[str, Drafter | None],
+    settings: TaskSettings,
     *,
-    sampling: SamplingParams,
-    use_cost_guard: bool = True,
-    baseline_source: str | PreTrainedModel | None = None,
     on_prompt: Callable[[], None] = lambda: None,
 ) -> list[Measurement]:
-    """Answer every prompt with plain decoding, each drafter, and transformers if `baseline_source` names or is the model."""
+    """Answer every prompt with plain decoding, with each drafter, and with transformers if the settings name a baseline."""
     modes = {PLAIN: None, **drafters}
     prompts = [(task, row, target.encode(row.prompt)) for task, rows in tasks.items() for row in rows]
+    sampling, source = settings.sampling, settings.baseline_source
     for drafter in modes.values():
         _answer(target, prompts[0][2], drafter, WARM_UP)
     baseline = None
-    if baseline_source is not None:
-        baseline = transformers_run(target, [ids for _, _, ids in prompts], sampling=sampling, source=baseline_source)
+    if source is not None:
+        baseline = transformers_run(target, [ids for _, _, ids in prompts], sampling=sampling, source=source)
     measurements = []
     for task, row, ids in prompts:
-        expected: list[int] = []
-        for mode, drafter in modes.items():
-            completion, draft_seconds, verify_seconds = _answer(
-                target, ids, drafter, sampling, use_cost_guard=use_cost_guard
-            )
-            if mode == PLAIN:
-                expected = completion.token_ids
-            measurements.append(
-                Measurement(
-                    task,
-                    str(row.id),
-                    mode,
-                    completion.seconds,
-                    completion.prefill_seconds,
-                    len(completion.token_ids),
-                    completion.num_target_passes,
-                    completion.token_ids == expected,
-                    draft_seconds,
-                    verify_seconds,
-                )
-            )
+        answers = {
+            mode: _answer(target, ids, drafter, sampling, use_cost_guard=settings.use_cost_guard)
+            for mode, drafter in modes.items()
+        }
         if baseline is not None:
-            answer = next(baseline)
+            answers[BASELINE] = next(baseline), None, None, None
+        expected = answers[PLAIN][0].token_ids
+        for mode, (answer, prefill_seconds, draft_seconds, verify_seconds) in answers.items():
             measurements.append(
                 Measurement(
-                    task,
-                    str(row.id),
-                    BASELINE,
-                    answer.seconds,
-                    None,
-                    len(answer.token_ids),
-                    answer.num_target_passes,
-                    answer.token_ids == expected,
+                    task=task,
+                    prompt_id=str(row.id),
+                    mode=mode,
+                    seconds=answer.seconds,
+                    prefill_seconds=prefill_seconds,
+                    num_tokens=len(answer.token_ids),
+                    num_target_passes=answer.num_target_passes,
+                    is_identical=answer.token_ids == expected,
+                    draft_seconds=draft_seconds,
+                    verify_seconds=verify_seconds,
                 )
             )
         on_prompt()
@@ -177,18 +184,19 @@ def run(
 
 def _answer(
     target: Target, ids: list[int], drafter: Drafter | None, sampling: SamplingParams, *, use_cost_guard: bool = True
-) -> tuple[Completion, float, float]:
-    """The answer, and the seconds of its drafting and of its target passes; these run on the host's clock, as planned by."""
+) -> Answered:
+    """Answer one prompt. The times of drafting and target passes are by the host clock that the planner uses."""
     draft_seconds = verify_seconds = 0.0
     planner = None if use_cost_guard else Planner(is_active=False)
     for step in decode(target, [Request(ids, sampling)], drafter=drafter, planner=planner):
         draft_seconds += step.seconds.draft
-        verify_seconds += step.seconds.verify + step.seconds.accept
-    return completion_of(step.sequences[0]), draft_seconds, verify_seconds
+        verify_seconds += step.seconds.verify + step.seconds.commit
+    completion = completion_of(step.sequences[0])
+    return completion, completion.prefill_seconds, draft_seconds, verify_seconds
 
 
-def summarise(measurements: Sequence[Measurement]) -> dict[str, dict[str, Summary]]:
-    """Task -> mode -> summary, with a last task `overall` over all prompts."""
+def summarise_tasks(measurements: Sequence[Measurement]) -> dict[str, dict[str, Summary]]:
+    """Task -> mode -> summary. The last task, `overall`, covers all prompts."""
     by_prompt: dict[tuple[str, str], dict[str, Measurement]] = {}
     for m in measurements:
         by_prompt.setdefault((m.task, m.prompt_id), {})[m.mode] = m
@@ -203,10 +211,10 @@ def summarise(measurements: Sequence[Measurement]) -> dict[str, dict[str, Summar
 
 
 def _costs(measurements: Sequence[Measurement], mode: str) -> Costs:
-    """Means over all passes of the run."""
+    """The mode's costs, as means over all passes of the run."""
 
-    def seconds_per_pass(of: str, part: str) -> float:
-        own = [m for m in measurements if m.mode == of]
+    def seconds_per_pass(measured_mode: str, part: str) -> float:
+        own = [m for m in measurements if m.mode == measured_mode]
         return sum(getattr(m, part) for m in own) / sum(m.num_target_passes for m in own)
 
     plain = seconds_per_pass(PLAIN, "verify_seconds")
@@ -251,14 +259,14 @@ def environment(target: Target) -> dict[str, object]:
     }
 
 
-def save(path: Path, target: Target, sampling: SamplingParams, measurements: Sequence[Measurement]) -> None:
-    """Everything measured, and the summary, as one JSON file."""
+def save_tasks(path: Path, target: Target, sampling: SamplingParams, measurements: Sequence[Measurement]) -> None:
+    """Write every measurement and the summary as one JSON file."""
     record = {
         "environment": environment(target),
         "sampling": asdict(sampling),
         "summary": {
             task: {mode: asdict(summary) for mode, summary in modes.items()}
-            for task, modes in summarise(measurements).items()
+            for task, modes in summarise_tasks(measurements).items()
         },
         "measurements": [asdict(m) for m in measurements],
     }

@@ -1,12 +1,12 @@
-"""Throughput of the engine with many streams at once, with speculation and without it, in one run.
+"""Throughput of the engine with many streams at once, with and without speculation, in one run.
 
-For every number of streams and every repeat the two modes answer the same prompts, one right after the other and each time
-in another order, so that a slow spell of a shared machine meets both; ratios are taken within such a pair. Each mode has an
-engine, and so a prefix cache, of its own, and meets every prompt once. A first pair, which is not counted, lets the planner
-measure its costs, as a server's does in its first minute.
+For every number of streams and every repeat, both modes answer the same prompts one right after the other, in an order that
+alternates. A slow spell of a shared machine then slows both, and ratios are taken within such a pair. Each mode has its own
+engine and therefore its own prefix cache, and sees every prompt once. A first pair does not count: during it the planner
+measures its costs, as it does in a server's first minute.
 
-A run counts as long as every stream is busy. What comes after is the tail of a benchmark, not of a server: streams whose
-drafts were accepted have ended, and the slowest decode alone.
+A run counts only while every stream is busy. The rest is the tail of a benchmark and tells nothing about a server: the
+streams whose drafts were accepted have ended, and the slowest decode alone.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
 from selfspec.api import Completion
-from selfspec.bench.tasks import PLAIN, choose_prompts, environment
+from selfspec.bench.compare import PLAIN
+from selfspec.bench.tasks import choose_prompts, environment
 from selfspec.config import SamplingParams
 from selfspec.drafters import Drafter
 from selfspec.engine import SpecEngine
@@ -30,14 +31,14 @@ from selfspec.traffic.prompt_files import PromptRow
 
 
 @dataclass(frozen=True)
-class Run:
+class ThroughputRun:
     """One mode's answers to the prompts of a repeat, `num_streams` at a time, prefill included.
 
     Attributes:
-        seconds: wall clock until the first stream had nothing more to do.
-        num_tokens: emitted until then.
+        seconds: wall clock until the first stream had nothing left to do.
+        num_tokens: tokens emitted until then.
         acceptance_length: tokens per target pass over whole answers, bonus token included.
-        is_identical: all tokens are those of plain decoding.
+        is_identical: all tokens equal those of plain decoding.
     """
 
     num_streams: int
@@ -55,7 +56,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Throughput:
-    """A number of streams, over its repeats: medians, and of the pairs' ratios the worst as well; above 1 is faster."""
+    """The figures for one number of streams: medians over its repeats, and the worst ratio. Above 1 is faster."""
 
     num_streams: int
     num_repeats: int
@@ -68,7 +69,7 @@ class Throughput:
 
 
 def mixed(rows: Sequence[PromptRow]) -> list[PromptRow]:
-    """Benchmark prompts in an order, always the same, that takes from every task its share in any stretch of it."""
+    """The prompts in a fixed order in which every stretch holds each task's share of prompts."""
     shuffled = random.Random(0).sample(rows, len(rows))
     places = {
         row.id: (number + 0.5) / len(task)
@@ -78,74 +79,94 @@ def mixed(rows: Sequence[PromptRow]) -> list[PromptRow]:
     return sorted(shuffled, key=lambda row: places[row.id])
 
 
-def run(
+@dataclass(frozen=True, kw_only=True)
+class ThroughputSettings:
+    """What to measure.
+
+    Attributes:
+        streams: numbers of streams, each measured by itself.
+        num_repeats: how many pairs of runs count.
+        rounds: answers per stream and repeat. A stream starts its next answer as soon as one ends.
+    """
+
+    streams: Sequence[int]
+    num_repeats: int
+    rounds: int
+    sampling: SamplingParams
+    use_cost_guard: bool = True
+
+
+def measure_throughput(
     target: Target,
     drafter: Drafter,
     prompts: Sequence[list[int]],
+    settings: ThroughputSettings,
     *,
-    streams: Sequence[int],
-    num_repeats: int,
-    rounds: int,
-    sampling: SamplingParams,
-    use_cost_guard: bool = True,
     on_run: Callable[[], None] = lambda: None,
-) -> list[Run]:
+) -> list[ThroughputRun]:
     """Measure every number of streams.
 
-    Args:
-        rounds: answers per stream and repeat; a stream begins the next as soon as one ends.
-
     Raises:
-        ValueError: too few prompts for none to be met twice.
+        ValueError: there are too few prompts to use each only once.
     """
-    needed = max(streams) * rounds * (num_repeats + 1)
+    num_parts, sampling = settings.num_repeats + 1, settings.sampling
+    needed = max(settings.streams) * settings.rounds * num_parts
     if len(prompts) < needed:
         raise ValueError(
             f"{needed} prompts are needed, and there are {len(prompts)}: give more, or fewer streams or repeats"
         )
     runs = []
-    for num_streams in streams:
-        size = num_streams * rounds
-        room = max(map(len, prompts[: size * (num_repeats + 1)])) + sampling.max_new_tokens
-        modes = {PLAIN: [], drafter.name: [drafter]}
+    for num_streams in settings.streams:
+        size = num_streams * settings.rounds
+        parts = [prompts[repeat * size : (repeat + 1) * size] for repeat in range(num_parts)]
+        most = max(len(prompt) for part in parts for prompt in part) + sampling.max_new_tokens
         engines = {
             mode: SpecEngine(
                 target,
                 drafters,
                 max_batch=num_streams,
                 max_waiting=size,
-                # Room for every stream's text and the drafts behind it: giving way is not what is measured.
-                cache_tokens=num_streams * (room + 64),
-                use_cost_guard=use_cost_guard,
+                # Room for every stream's text and drafts, because preemption is not what is measured.
+                cache_tokens=num_streams * (most + 64),
+                use_cost_guard=settings.use_cost_guard,
             )
-            for mode, drafters in modes.items()
+            for mode, drafters in {PLAIN: [], drafter.name: [drafter]}.items()
         }
         for engine in engines.values():
             engine.warm_up()
-        for repeat in range(num_repeats + 1):
-            part = prompts[repeat * size : (repeat + 1) * size]
-            order = list(engines)[:: -1 if repeat % 2 else 1]
-            measured = {mode: _answer(engines[mode], part, sampling) for mode in order}
+        for repeat, part in enumerate(parts):
+            pair = _measure_pair(engines, part, sampling, repeat)
             on_run()
-            if repeat == 0:
-                continue
-            expected = measured[PLAIN][2]
-            for mode, (seconds, num_tokens, answers) in measured.items():
-                num_passes = sum(answer.num_target_passes for answer in answers)
-                length = sum(len(answer.token_ids) for answer in answers) / num_passes
-                is_identical = all(a.token_ids == b.token_ids for a, b in zip(answers, expected, strict=True))
-                runs.append(Run(num_streams, repeat, mode, seconds, num_tokens, length, is_identical))
+            if repeat > 0:
+                runs += pair
         for engine in engines.values():
             engine.close()
-        # Their caches' memory is the next ones'.
+        # Frees the memory of their caches for the next pair of engines.
         engines.clear()
+    return runs
+
+
+def _measure_pair(
+    engines: Mapping[str, SpecEngine], prompts: Sequence[list[int]], sampling: SamplingParams, repeat: int
+) -> list[ThroughputRun]:
+    """Let every mode answer the prompts; odd repeats reverse the order of the modes."""
+    order = list(engines)[:: -1 if repeat % 2 else 1]
+    measured = {mode: _answer(engines[mode], prompts, sampling) for mode in order}
+    expected = measured[PLAIN][2]
+    runs = []
+    for mode, (seconds, num_tokens, answers) in measured.items():
+        num_passes = sum(answer.num_target_passes for answer in answers)
+        length = sum(len(answer.token_ids) for answer in answers) / num_passes
+        is_identical = all(a.token_ids == b.token_ids for a, b in zip(answers, expected, strict=True))
+        num_streams = engines[mode].max_batch
+        runs.append(ThroughputRun(num_streams, repeat, mode, seconds, num_tokens, length, is_identical))
     return runs
 
 
 def _answer(
     engine: SpecEngine, prompts: Sequence[list[int]], sampling: SamplingParams
 ) -> tuple[float, int, list[Completion]]:
-    """Seconds and tokens as long as every stream is busy, and all answers."""
+    """Seconds and tokens while every stream was busy, and all answers."""
     requests = [Request(prompt, sampling, index) for index, prompt in enumerate(prompts)]
     answers: dict[int, Completion] = {}
     num_tokens = 0
@@ -162,7 +183,7 @@ def _answer(
     return seconds, num_tokens, [answers[index] for index in range(len(prompts))]
 
 
-def summarise(runs: Sequence[Run]) -> list[Throughput]:
+def summarise_throughput(runs: Sequence[ThroughputRun]) -> list[Throughput]:
     """One entry for every number of streams."""
     out = []
     for num_streams in dict.fromkeys(run.num_streams for run in runs):
@@ -185,12 +206,12 @@ def summarise(runs: Sequence[Run]) -> list[Throughput]:
     return out
 
 
-def save(path: Path, target: Target, sampling: SamplingParams, runs: Sequence[Run]) -> None:
-    """Every run, and the summary, as one JSON file."""
+def save_throughput(path: Path, target: Target, sampling: SamplingParams, runs: Sequence[ThroughputRun]) -> None:
+    """Write every run and the summary as one JSON file."""
     record = {
         "environment": environment(target),
         "sampling": asdict(sampling),
-        "summary": [asdict(entry) for entry in summarise(runs)],
+        "summary": [asdict(entry) for entry in summarise_throughput(runs)],
         "runs": [asdict(run) for run in runs],
     }
     path.write_text(json.dumps(record, indent=1) + "\n")

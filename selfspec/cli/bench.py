@@ -120,20 +120,22 @@ def bench(
     with display.stage(f"loading {target.source}"):
         loaded = load_for_bench(target, drafters, draft, expand)
     with display.progress("measuring", sum(map(len, tasks.values()))) as advance:
-        measurements = benchmark.run(
+        measurements = benchmark.measure_tasks(
             loaded.target,
             tasks,
             loaded.drafters,
-            sampling=sampling,
-            use_cost_guard=not draft.no_cost_guard,
-            baseline_source=loaded.baseline if baseline else None,
+            benchmark.TaskSettings(
+                sampling=sampling,
+                use_cost_guard=not draft.no_cost_guard,
+                baseline_source=loaded.baseline if baseline else None,
+            ),
             on_prompt=advance,
         )
-    display.show_benchmark(benchmark.summarise(measurements), benchmark.environment(loaded.target))
+    display.show_benchmark(benchmark.summarise_tasks(measurements), benchmark.environment(loaded.target))
     for note in loaded.notes:
         typer.echo(note)
     if output is not None:
-        benchmark.save(output, loaded.target, sampling, measurements)
+        benchmark.save_tasks(output, loaded.target, sampling, measurements)
 
 
 def bench_engine(
@@ -177,22 +179,24 @@ def bench_engine(
                 "tokens: use fewer"
             )
     with display.progress("measuring", len(counts) * (repeats + 1)) as advance:
-        runs = throughput.run(
+        runs = throughput.measure_throughput(
             model,
             measured,
             prompt_ids,
-            streams=counts,
-            num_repeats=repeats,
-            rounds=rounds,
-            sampling=sampling,
-            use_cost_guard=not draft.no_cost_guard,
+            throughput.ThroughputSettings(
+                streams=counts,
+                num_repeats=repeats,
+                rounds=rounds,
+                sampling=sampling,
+                use_cost_guard=not draft.no_cost_guard,
+            ),
             on_run=advance,
         )
-    display.show_throughput(throughput.summarise(runs), benchmark.environment(model))
+    display.show_throughput(throughput.summarise_throughput(runs), benchmark.environment(model))
     for note in loaded.notes:
         typer.echo(note)
     if output is not None:
-        throughput.save(output, model, sampling, runs)
+        throughput.save_throughput(output, model, sampling, runs)
 
 
 def _compare(

@@ -1,6 +1,6 @@
-"""`selfspec bench-runtime`: what a step costs, and where its time goes; and loading for benchmarks, expanded or not."""
+"""`selfspec bench-runtime`: what a step costs and where its time goes. Also what every benchmark loads, expanded or not."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,11 +8,11 @@ import typer
 
 from selfspec.cli.options import DraftOptions, TargetOptions, command, quiet_libraries
 from selfspec.config import SamplingParams
-from selfspec.traffic.prompt_files import PromptRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from selfspec.bench.runtime import RuntimeSettings
     from selfspec.drafters import Drafter
     from selfspec.model.target import Target
 
@@ -20,10 +20,11 @@ ExpandOption = Annotated[
     str | None,
     typer.Option(
         "--expand",
-        help="put the target and its heads into a larger frame of the same function: 8b, or "
+        help="put the target and its heads into a larger model that computes the same function: 8b, or "
         "HIDDENxLAYERSxINTERMEDIATExHEAD_DIM",
     ),
 ]
+DraftersOption = Annotated[str, typer.Option("--drafters", help="the drafters to measure, with commas between them")]
 
 CONTEXTS = (512, 4096, 16384)
 BASELINES = ("eager", "static")
@@ -34,9 +35,9 @@ class Loaded:
     """What a benchmark runs.
 
     Attributes:
-        drafters: by the names given, plain decoding left out.
-        baseline: what transformers' `generate` runs: where to load it from, or the model.
-        notes: what to say beside the figures.
+        drafters: by the names given, without plain decoding.
+        baseline: what transformers' `generate` runs: a path or Hub id to load, or the model itself.
+        notes: what to print below the figures.
     """
 
     target: "Target"
@@ -46,7 +47,7 @@ class Loaded:
 
 
 def load_for_bench(options: TargetOptions, drafters: str, draft: DraftOptions, expand_to: str | None) -> Loaded:
-    """The target and the drafters named, with commas between them; all of them expanded where a shape is named."""
+    """Load the target and the named drafters, separated by commas. `expand_to` names a shape to expand them all to."""
     quiet_libraries()
     named = [name.strip() for name in drafters.split(",")]
     names = [name for name in dict.fromkeys(named) if name not in ("", "none")]
@@ -55,113 +56,139 @@ def load_for_bench(options: TargetOptions, drafters: str, draft: DraftOptions, e
         return Loaded(source, {name: draft.load(name, source) for name in names}, options.source, [])
 
     from selfspec.bench.compare import plain_twin
-    from selfspec.bench.expand import Shape, expand, expanded_drafter, logit_gap, serve_expanded
+    from selfspec.bench.expand import ExpandedShape, expand, expanded_drafter, logit_gap, serve_expanded
 
-    shape = Shape.parse(expand_to)
+    shape = ExpandedShape.parse(expand_to)
     model = expand(source.model, shape)
-    # Before its layers are swapped for ours.
+    # Serving swaps the model's layers for ours, so copy it first.
     baseline = plain_twin(model)
     target = serve_expanded(source, model, shape)
     settings = {"num_draft_tokens": draft.num_draft_tokens, "num_nodes": draft.num_nodes, "width": draft.width}
     loaded = {name: expanded_drafter(name, source, target, **settings) for name in names}
     gap = logit_gap(source, target)
-    note = f"Every figure is of an expanded model: its logits are the original's up to a relative gap of {gap:.1g}."
+    note = f"Every figure is of an expanded model: its logits equal the original's to a relative gap of {gap:.1g}."
     return Loaded(target, loaded, baseline, [note])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeOptions:
+    """What `bench-runtime` measures, and where it writes the results."""
+
+    contexts: str | None = field(
+        default=None,
+        metadata={"help": "prefix lengths of the timed steps; by default 512,4096,16384, up to the target's context length"},
+    )
+    nodes: str = field(default="1,8,16,32,64", metadata={"help": "tree sizes of the timed steps"})
+    repeats: int = field(default=30, metadata={"help": "timed steps of each kind"})
+    prompts: str = field(
+        default="spec_bench", metadata={"help": "spec_bench, humaneval, or a prompt file, for the end-to-end part"}
+    )
+    num_prompts: int = field(
+        default=3, metadata={"help": "how many of the prompts to use, spread evenly; 0 leaves the decoding loop out"}
+    )
+    max_new_tokens: int = field(default=64, metadata={"help": "most tokens for each answer"})
+    baselines: str = field(
+        default="eager",
+        metadata={
+            "help": "transformers' generate: eager, static (compiled on CUDA in some minutes), both with a comma, or none"
+        },
+    )
+    acceptance_lengths: str = field(
+        default="3,4,5", metadata={"help": "acceptance lengths to set the synthetic drafter to; empty leaves it out"}
+    )
+    synthetic_nodes: int = field(default=16, metadata={"help": "tree size of the synthetic drafter"})
+    json: Path | None = field(default=None, metadata={"help": "file for every figure, rewritten after each part of the run"})
+    plots: Path | None = field(default=None, metadata={"help": "directory for PNG files; needs matplotlib"})
+    profile: Path | None = field(
+        default=None, metadata={"help": "file for a Chrome trace of the last drafter's steps, which Perfetto can show"}
+    )
+
+    def __post_init__(self) -> None:
+        least = {"repeats": 1, "num_prompts": 0, "max_new_tokens": 2, "synthetic_nodes": 1}
+        for name, limit in least.items():
+            if getattr(self, name) < limit:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} is not allowed: use {limit} or more")
+        _numbers("--nodes", self.nodes)
+        if unknown := sorted(set(self.wanted_baselines) - set(BASELINES)):
+            raise ValueError(f"--baselines {','.join(unknown)} is not known: use eager, static, both, or none")
+        lengths = self.set_lengths
+        if lengths and max(lengths) > self.synthetic_nodes:
+            raise ValueError(f"--acceptance-lengths {max(lengths)} needs at least as many --synthetic-nodes")
+        for file in (self.json, self.profile):
+            if file is not None and not file.parent.is_dir():
+                raise ValueError(f"{file}: its folder does not exist, so the results could not be written: make it first")
+
+    @property
+    def tree_sizes(self) -> list[int]:
+        return _numbers("--nodes", self.nodes)
+
+    @property
+    def set_lengths(self) -> list[int]:
+        return _numbers("--acceptance-lengths", self.acceptance_lengths) if self.acceptance_lengths else []
+
+    @property
+    def wanted_baselines(self) -> list[str]:
+        return [name for name in self.baselines.split(",") if name != "none"]
+
+    def settings(self, loaded: Loaded, revision: str | None) -> "RuntimeSettings":
+        """These options for a loaded target; the prompts are read, and contexts without a value follow the target."""
+        from selfspec.bench.runtime import RuntimeSettings
+        from selfspec.bench.tasks import read_benchmark, spread
+
+        most = loaded.target.context_length - max(self.tree_sizes)
+        default = [context for context in CONTEXTS if context <= most]
+        return RuntimeSettings(
+            contexts=default if self.contexts is None else _numbers("--contexts", self.contexts),
+            nodes=self.tree_sizes,
+            num_calls=self.repeats,
+            prompts=spread(read_benchmark(self.prompts), self.num_prompts),
+            sampling=SamplingParams(max_new_tokens=self.max_new_tokens),
+            baselines=self.wanted_baselines,
+            baseline=loaded.baseline,
+            acceptance_lengths=self.set_lengths,
+            synthetic_nodes=self.synthetic_nodes,
+            profile=self.profile,
+            revision=revision,
+            notes=loaded.notes,
+        )
 
 
 def register(cli: typer.Typer) -> None:
     """Add the command."""
 
-    @command(cli, target=TargetOptions, draft=DraftOptions)
+    @command(cli, target=TargetOptions, draft=DraftOptions, options=RuntimeOptions)
     def bench_runtime(
         *,
         target: TargetOptions,
         expand: ExpandOption = None,
-        drafters: Annotated[
-            str, typer.Option("--drafters", help="the drafters to measure, with commas between them")
-        ] = "ngram,medusa,eagle",
+        drafters: DraftersOption = "ngram,medusa,eagle",
         draft: DraftOptions,
-        contexts: Annotated[
-            str | None,
-            typer.Option("--contexts", help="prefix lengths of the timed steps; 512,4096,16384 as far as the target goes"),
-        ] = None,
-        nodes: Annotated[str, typer.Option("--nodes", help="tree sizes of the timed steps")] = "1,8,16,32,64",
-        repeats: Annotated[int, typer.Option("--repeats", help="timed steps of each kind", min=1)] = 30,
-        prompts: Annotated[
-            str, typer.Option("--prompts", help="spec_bench, humaneval, or a prompt file, for the end-to-end part")
-        ] = "spec_bench",
-        num_prompts: Annotated[
-            int, typer.Option("--num-prompts", help="how many of them, spread evenly; 0 leaves the loop out", min=0)
-        ] = 3,
-        max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="most tokens for each answer", min=2)] = 64,
-        baselines: Annotated[
-            str,
-            typer.Option(
-                "--baselines",
-                help="transformers' generate: eager, static (compiled on CUDA, which takes minutes), both with a comma, "
-                "or none",
-            ),
-        ] = "eager",
-        acceptance_lengths: Annotated[
-            str, typer.Option("--acceptance-lengths", help="set lengths of the synthetic drafter; empty leaves it out")
-        ] = "3,4,5",
-        synthetic_nodes: Annotated[
-            int, typer.Option("--synthetic-nodes", help="tree size of the synthetic drafter", min=1)
-        ] = 16,
-        json: Annotated[Path | None, typer.Option("--json", help="file for every figure, kept up to date")] = None,
-        plots: Annotated[Path | None, typer.Option("--plots", help="directory for PNG files; needs matplotlib")] = None,
-        profile: Annotated[
-            Path | None, typer.Option("--profile", help="Chrome trace of the last drafter's steps, for Perfetto")
-        ] = None,
+        options: RuntimeOptions,
     ) -> None:
-        """Measure steps against the device's floor, the loop's stages, tokens per second, and the cost model's promise."""
-        sizes = _numbers("--nodes", nodes)
-        lengths = _numbers("--acceptance-lengths", acceptance_lengths) if acceptance_lengths else []
-        wanted = [name for name in baselines.split(",") if name != "none"]
-        if unknown := sorted(set(wanted) - set(BASELINES)):
-            raise ValueError(f"--baselines {','.join(unknown)} is not known: use eager, static, both, or none")
-        if lengths and max(lengths) > synthetic_nodes:
-            raise ValueError(f"--acceptance-lengths {max(lengths)} needs at least as many --synthetic-nodes")
-        for file in (json, profile):
-            if file is not None and not file.parent.is_dir():
-                raise ValueError(f"{file}: its folder does not exist, so nothing could be written at the end")
+        """Measure steps against the device's floor, the loop's stages, tokens per second, and the cost model's promise.
 
+        Example: selfspec bench-runtime --drafters ngram,eagle --nodes 1,16 --json runtime.json
+        """
         from selfspec.bench import report as runtime_report
-        from selfspec.bench import tasks as bench
-        from selfspec.bench.runtime import Plan, run
+        from selfspec.bench.runtime import measure_runtime
         from selfspec.cli import display
 
-        with display.stage(f"loading {target.source}") as report_stage:
+        with display.stage(f"loading {target.source}") as show_stage:
             loaded = load_for_bench(target, drafters, draft, expand)
-            most = loaded.target.context_length - max(sizes)
-            plan = Plan(
-                contexts=[c for c in CONTEXTS if c <= most] if contexts is None else _numbers("--contexts", contexts),
-                nodes=sizes,
-                num_calls=repeats,
-                prompts=_spread(bench.read_benchmark(prompts), num_prompts),
-                sampling=SamplingParams(max_new_tokens=max_new_tokens),
-                baselines=wanted,
-                baseline=loaded.baseline,
-                acceptance_lengths=lengths,
-                synthetic_nodes=synthetic_nodes,
-                profile=profile,
-                revision=target.revision,
-                notes=loaded.notes,
-            )
-            report = run(
+            report = measure_runtime(
                 loaded.target,
                 loaded.drafters,
-                plan,
-                on_part=report_stage,
-                on_result=lambda r: r.save(json) if json else None,
+                options.settings(loaded, target.revision),
+                on_part=show_stage,
+                on_result=lambda part: part.save(options.json) if options.json else None,
             )
-        if plots is not None:
+        if options.plots is not None:
             if runtime_report.has_matplotlib():
-                runtime_report.plot(report, plots)
+                runtime_report.plot(report, options.plots)
             else:
                 report.notes.append("Plots were left out: they need matplotlib (pip install matplotlib).")
-        if json is not None:
-            report.save(json)
+        if options.json is not None:
+            report.save(options.json)
         runtime_report.show(report, display.stdout)
 
 
@@ -170,8 +197,3 @@ def _numbers(option: str, text: str) -> list[int]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise ValueError(f"{option} {text!r} is not a list of positive whole numbers such as 1,8,16")
     return [int(part) for part in parts]
-
-
-def _spread(rows: list[PromptRow], count: int) -> list[PromptRow]:
-    count = min(count, len(rows))
-    return [rows[i * len(rows) // count] for i in range(count)]

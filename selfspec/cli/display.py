@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from selfspec.bench.compare import Answer, Mode, first_difference
+from selfspec.bench.compare import Mode, TimedAnswer, first_difference
 from selfspec.bench.tasks import Summary
 from selfspec.bench.throughput import Throughput
 from selfspec.cli.doctor import Finding
@@ -74,7 +74,7 @@ def _verdict(mode: Mode, baseline: Mode, answer_ids: Sequence[str | int]) -> Tex
     return Text(f"differs from {place}", style="red")
 
 
-def show_answer(row: PromptRow, answer: Answer) -> None:
+def show_answer(row: PromptRow, answer: TimedAnswer) -> None:
     """A question and its answer, both cut to an excerpt."""
     question = row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
     title = Text(_excerpt(question, 70))

@@ -59,13 +59,13 @@ def generate(
         typer.echo(f"{output}: every prompt is answered already")
         return
 
-    from selfspec.api import check_token_ids
     from selfspec.cli import display
+    from selfspec.loop.sequence import check_sampling
     from selfspec.traffic import answers as answering
 
     with display.stage(f"loading {target.source}"):
         model = load_quietly(target)
-        check_token_ids(model, sampling)
+        check_sampling(model, sampling)
         settings: dict[str, Any] = {
             "drafter": draft.load(drafter, model),
             "sampling": sampling,
@@ -98,12 +98,12 @@ def chat(
 
     Example: selfspec chat --drafter eagle --temperature 0.7
     """
-    from selfspec.api import check_token_ids
     from selfspec.cli import display
     from selfspec.cli.chat import converse
+    from selfspec.loop.sequence import check_sampling
 
     with display.stage(f"loading {target.source}"):
         model = load_quietly(target)
-        check_token_ids(model, sampling)
+        check_sampling(model, sampling)
         loaded = draft.load(drafter, model)
     converse(model, drafter=loaded, sampling=sampling, use_cost_guard=not draft.no_cost_guard, system=system)

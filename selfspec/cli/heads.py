@@ -1,4 +1,4 @@
-"""`selfspec import`, `export` and `verify-head`: heads from other tools, for other engines, and whether they fit."""
+"""`selfspec import`, `export` and `verify-head`: take heads from other tools, write them for other engines, check them."""
 
 import re
 import shutil
@@ -13,12 +13,10 @@ from selfspec.traffic.prompt_files import PromptRow, read_prompts
 
 if TYPE_CHECKING:
     from selfspec.api import Prompt
-    from selfspec.interop.verify import Report
+    from selfspec.interop.verify import HeadReport
     from selfspec.model.target import Target
 
 app = typer.Typer()
-
-DEMO_PROMPTS = Path(__file__).parents[1] / "data" / "demo_prompts.jsonl"
 
 HeadArgument = Annotated[str, typer.Argument(metavar="HEAD", help="directory or Hub id of a selfspec head")]
 OutputOption = Annotated[Path, typer.Option("--output", help="directory to make")]
@@ -34,14 +32,19 @@ def import_head(
     ] = None,
     feature_layers: Annotated[
         str | None,
-        typer.Option("--feature-layers", help="hidden states that EAGLE-3 fuses, as 2,16,29; else as the config means them"),
+        typer.Option(
+            "--feature-layers", help="hidden states that EAGLE-3 fuses, as 2,16,29; by default those of its config"
+        ),
     ] = None,
     norm_before_residual: Annotated[
         bool | None,
-        typer.Option("--norm-before-residual/--no-norm-before-residual", help="where an EAGLE-3 config does not say"),
+        typer.Option("--norm-before-residual/--no-norm-before-residual", help="needed if an EAGLE-3 config does not say"),
     ] = None,
 ) -> None:
-    """Make a selfspec head of a Medusa, EAGLE, EAGLE-3 or speculators checkpoint."""
+    """Convert a Medusa, EAGLE, EAGLE-3 or speculators checkpoint to a selfspec head.
+
+    Example: selfspec import PATH_OR_ID --target PATH_OR_ID --output heads/imported
+    """
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"{output} is not empty: name a new directory")
     if feature_layers is not None and not re.fullmatch(r"\d+(,\d+)*", feature_layers):
@@ -56,7 +59,7 @@ def import_head(
     if head is None:
         typer.echo(f"{source} is a model with the target's tokenizer and needs no import: --drafter draft_model:{source}")
         return
-    # A folder is a whole head or not there.
+    # Saved under another name first, so a folder named `output` is always complete.
     partial = output.with_name(output.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     head.save_pretrained(partial)
@@ -65,7 +68,7 @@ def import_head(
     typer.echo(f"check it: selfspec verify-head {output}" + (f" --target {target.target}" if target.target else ""))
 
 
-# The command is called by a word that no function can have for its name.
+# The command's name is a keyword, so no function can be called it.
 import_head.__name__ = "import"
 command(app, target=TargetOptions)(import_head)
 
@@ -78,7 +81,10 @@ def export(
     output: OutputOption,
     target: TargetOptions,
 ) -> None:
-    """Write a head for another engine, and show the command that serves it there."""
+    """Write a head for another engine, and show the command that serves it there.
+
+    Example: selfspec export heads/mine --format vllm --output exported
+    """
     from selfspec.cli import display
     from selfspec.interop import export_head
 
@@ -94,24 +100,28 @@ def verify_head(
     *,
     head: HeadArgument,
     target: TargetOptions,
-    prompt_file: Annotated[Path, typer.Option("--prompt-file", help="prompts to draft for")] = DEMO_PROMPTS,
-    num_prompts: Annotated[int, typer.Option("--num-prompts", help="how many of them", min=1)] = 12,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompt-file", help="prompts to draft for; a dozen packaged prompts by default")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option("--num-prompts", help="how many of the prompts to use", min=1)] = 12,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="most tokens for each answer", min=2)] = 64,
 ) -> None:
     """Check a head against its target: shapes, vocabulary, fingerprints, and acceptance at every position.
 
-    With --adapter, acceptance without it is shown as well.
-    """
-    rows = read_prompts(prompt_file)[:num_prompts]
+    With --adapter, it also shows the acceptance without the adapter.
 
+    Example: selfspec verify-head heads/mine --num-prompts 24
+    """
+    from selfspec.bench.tasks import DEMO_PROMPTS
     from selfspec.cli import display
     from selfspec.interop import load_as_stored
     from selfspec.interop.verify import verify_head
 
+    rows = read_prompts(prompt_file or DEMO_PROMPTS)[:num_prompts]
     adapters: dict[str | None, str] = {None: "served"}
     if target.adapter is not None:
         adapters = {None: "served without the adapter", target.adapter: "served with it"}
-    reports: dict[str | None, Report] = {}
+    reports: dict[str | None, HeadReport] = {}
     with display.stage(f"verifying {head}"):
         stored = load_as_stored(head)
         for adapter in adapters:
@@ -122,11 +132,11 @@ def verify_head(
         serving = reports[adapter].serving
         rates = " ".join(f"{rate:.0%}" for rate in serving.rates)
         typer.echo(
-            f"{name}: {serving.acceptance_length:.2f} tokens per target pass; {rates} of the drafts at each depth accepted"
+            f"{name}: {serving.acceptance_length:.2f} tokens per target pass; accepted of the drafts at each depth: {rates}"
         )
     report = reports[target.adapter]
     serving = report.serving
-    typer.echo(f"the answers' most frequent token alone: {serving.chance:.0%}")
+    typer.echo(f"by chance, as the share of the answers' most frequent token: {serving.chance:.0%}")
     for reading in report.readings:
         rates = " ".join(f"{rate:4.0%}" for rate in reading.hits.float().mean(0).tolist())
         typer.echo(f"  {rates}  {1 + reading.lengths.mean():5.2f}  {reading.name}")
@@ -136,13 +146,13 @@ def verify_head(
 
 
 def _prompt(row: PromptRow, target: "Target") -> "Prompt":
-    """The row's first turn, as plain text for a target without a chat template."""
+    """The row's prompt. For a target without a chat template, its first turn as plain text."""
     if row.turns and not getattr(target.tokenizer, "chat_template", None):
         return row.turns[0]
     return row.prompt
 
 
 def _load(options: TargetOptions, *, use_packing: bool = False) -> "Target":
-    """The target; what is exported of it are its plain weights, not those laid out for decoding."""
+    """Load the target. By default its weights stay as they are stored, because exports copy them."""
     quiet_libraries()
     return options.load(use_packing=use_packing)

@@ -1,4 +1,4 @@
-"""`selfspec plan`: memory and speed-up of a target with a drafter, before either is loaded."""
+"""`selfspec plan`: the memory and speed-up of a target with a drafter, before either is loaded."""
 
 import dataclasses
 import json
@@ -11,16 +11,16 @@ from selfspec.cli.options import TargetOptions, command, quiet_libraries
 
 if TYPE_CHECKING:
     from selfspec.plan.accelerators import Card
-    from selfspec.plan.predict import Acceptance
+    from selfspec.plan.predict import Assumption
     from selfspec.plan.sizes import DraftSize
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """On what accelerator, for which load, and how much of what is drafted holds."""
+    """The accelerator, the load, and how many drafts are accepted."""
 
     gpu: str | None = field(
-        default=None, metadata={"help": "an accelerator of the built-in table, such as h100; this machine's by default"}
+        default=None, metadata={"help": "an accelerator from the built-in table, such as h100; this machine's by default"}
     )
     gpu_memory_gb: float | None = field(default=None, metadata={"help": "its memory, in GB of 10^9 bytes"})
     bandwidth: float | None = field(default=None, metadata={"help": "its memory bandwidth, in GB/s"})
@@ -29,13 +29,14 @@ class PlanOptions:
     context: int = field(default=2048, metadata={"help": "tokens that each sequence holds, prompt and answer"})
     alpha: str | None = field(
         default=None,
-        metadata={"help": "chance that a draft token holds; with commas, of the drafter's first choice, its second, ..."},
+        metadata={"help": "chance that a draft token is accepted; with commas, the drafter's first choice, its second, ..."},
     )
     acceptance_length: float | None = field(
-        default=None, metadata={"help": "tokens per target pass, measured; in place of --alpha"}
+        default=None, metadata={"help": "tokens per target pass, as measured; instead of --alpha"}
     )
     num_draft_tokens: int | None = field(
-        default=None, metadata={"help": "most tokens to draft in a step: the depth that --acceptance-length was measured at"}
+        default=None,
+        metadata={"help": "most tokens to draft in a step; the depth at which --acceptance-length was measured"},
     )
     num_nodes: int | None = field(
         default=None, metadata={"help": "most nodes of a candidate tree, root included; each drafter has its default"}
@@ -47,11 +48,11 @@ class PlanOptions:
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name}={value} is not allowed: use a number above 0")
         if self.alpha is not None and self.acceptance_length is not None:
-            raise ValueError("alpha and acceptance_length both say how much is accepted: give one of them")
+            raise ValueError("alpha and acceptance_length both say how many drafts are accepted: give one of them")
 
     @property
     def rank_rates(self) -> list[float]:
-        """`alpha` as numbers."""
+        """`alpha` as a list of numbers."""
         assert self.alpha is not None
         try:
             return [float(part) for part in self.alpha.split(",")]
@@ -59,7 +60,7 @@ class PlanOptions:
             raise ValueError(f"alpha={self.alpha!r} is not allowed: use a number, or several with commas") from None
 
     def card(self, device: str) -> "Card":
-        """The accelerator that is asked for, or else this machine's."""
+        """The accelerator that the options name, or else this machine's."""
         from selfspec.plan.accelerators import GB, Card, card_named
 
         memory = self.gpu_memory_gb and self.gpu_memory_gb * GB
@@ -71,14 +72,14 @@ class PlanOptions:
         peak = self.tflops * 1e12 if self.tflops else base.peak
         return dataclasses.replace(base, memory=memory or base.memory, bandwidth=bandwidth, peak=peak)
 
-    def acceptance(self, draft: "DraftSize | None") -> "Acceptance":
-        """What is given, or else what the head's card has measured."""
+    def acceptance(self, draft: "DraftSize | None") -> "Assumption":
+        """The assumption that the options give, or else the one in the head's card."""
         from selfspec.plan.predict import NOTHING_DRAFTED, assumed_rates, card_acceptance, measured_length
 
         depth, num_nodes = self.num_draft_tokens, self.num_nodes
         if draft is None:
             if self.alpha is not None or self.acceptance_length is not None:
-                raise ValueError("what drafts is not said: name a --drafter (ngram drafts at no cost)")
+                raise ValueError("no drafter is given: name one with --drafter (ngram drafts at no cost)")
             return NOTHING_DRAFTED
         if self.alpha is not None:
             return assumed_rates(self.rank_rates, draft, depth=depth, num_nodes=num_nodes)
@@ -88,7 +89,7 @@ class PlanOptions:
 
 
 def present_card(device: str) -> "Card":
-    """This machine's accelerator, with the bandwidth and peak that the table has for it."""
+    """This machine's accelerator, with the bandwidth and peak in the table."""
     import torch
 
     from selfspec.model.load import resolve_device
@@ -96,7 +97,7 @@ def present_card(device: str) -> "Card":
 
     found = resolve_device(device)
     if found.type != "cuda":
-        raise ValueError("no accelerator to plan for: name one with --gpu, or give --gpu-memory-gb and --bandwidth")
+        raise ValueError("this machine has no accelerator: name one with --gpu, or give --gpu-memory-gb and --bandwidth")
     properties = torch.cuda.get_device_properties(found)
     card = card_of_device(properties.name, properties.total_memory)
     if card is None:
@@ -119,7 +120,10 @@ def register(cli: typer.Typer) -> None:
         options: PlanOptions,
         as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     ) -> None:
-        """Predict memory, the best draft size and the speed-up on an accelerator; no weights are loaded."""
+        """Predict memory, the best draft size and the speed-up on an accelerator, without loading weights.
+
+        Example: selfspec plan --drafter eagle --gpu h100 --batch-size 8
+        """
         quiet_libraries()
         from selfspec.cli import display
         from selfspec.plan.predict import make_plan

@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from selfspec.cache.kv import CacheRow
+from selfspec.cache.blocks import CacheRow
 from selfspec.drafters.growth import grow, over_nodes, spread
 from selfspec.kernels.noise import Stream
-from selfspec.loop.drafter import Drafter
+from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Proposal
 from selfspec.tree import CandidateTree, chain
 
 if TYPE_CHECKING:
     from selfspec.loop.accept import Acceptance
-    from selfspec.loop.sequence import Batch, Sequence
+    from selfspec.loop.batch import Batch
+    from selfspec.loop.sequence import Sequence
     from selfspec.model.target import Target
 
 logger = logging.getLogger(__name__)
@@ -48,18 +49,21 @@ class DraftModelDrafter(Drafter):
     """
 
     is_costly = True
+    default_shape = DefaultShape(cpu=DraftShape(5, 16, 1), gpu=DraftShape(5, 16, 1))
 
     def __init__(
         self,
         draft: Target,
         vocab_size: int,
         *,
-        num_draft_tokens: int = 5,
+        num_draft_tokens: int | None = None,
         is_sampled: bool = False,
-        width: int = 1,
-        num_nodes: int = 16,
+        width: int | None = None,
+        num_nodes: int | None = None,
         name: str = "draft_model",
     ) -> None:
+        shape = self.default_shape.on(draft.device)
+        num_draft_tokens = shape.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         if num_draft_tokens < 1:
             raise ValueError(f"num_draft_tokens={num_draft_tokens} is not allowed: draft at least one token")
         self.name = name
@@ -67,8 +71,8 @@ class DraftModelDrafter(Drafter):
         self.vocab_size = vocab_size
         self.num_draft_tokens = num_draft_tokens
         self.is_sampled = is_sampled
-        self.width = width
-        self.num_nodes = num_nodes
+        self.width = width or shape.width
+        self.num_nodes = num_nodes or shape.num_nodes
         self._cache = draft.new_cache()
         self._rows: dict[Sequence, CacheRow] = {}
 
@@ -79,29 +83,40 @@ class DraftModelDrafter(Drafter):
         if (row := self._rows.pop(sequence, None)) is not None:
             self._cache.release(row)
 
-    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
         K = num_draft_tokens
         if K == 0:
-            return chain(batch.roots)
-        # How deep each row's draft can be of use; a roomier row beside it does not change that.
+            return Proposal(chain(batch.roots))
+        # How deep each row's draft can be of use; a roomier row in the batch does not change that.
         ends = [s.num_tokens + min(K, s.max_depth) for s in batch.sequences]
         active = [b for b, end in enumerate(ends) if end <= self.draft.context_length]
-        if len(active) < len(batch):
-            self._note_paused(batch, set(active))
+        paused = tuple(b for b, end in enumerate(ends) if end > self.draft.context_length)
+        for b in paused:
+            if batch.sequences[b].num_paused_passes == 0:
+                logger.warning(
+                    "the text has outgrown the draft model's context of %d tokens: decoding it without drafts",
+                    self.draft.context_length,
+                )
         if not active:
-            return chain(batch.roots)
+            return Proposal(chain(batch.roots), paused=paused)
+        num_set_up = self.draft.passes.num_set_up
+        tree = self._draft(batch, active, K)
+        return Proposal(tree, is_typical=self.draft.passes.num_set_up == num_set_up, paused=paused)
+
+    def _draft(self, batch: Batch, active: list[int], depth: int) -> CandidateTree:
+        """Chains or trees for the active rows, roots alone for the others."""
         rows = [self._rows[batch.sequences[b]] for b in active]
         index = torch.tensor(active).to(batch.device)
         logits = self._catch_up(batch, active, rows)
         if self.width > 1 and batch.is_greedy and not self.is_sampled:
-            tree = self._grow(batch.roots[index], logits, rows, K)
+            tree = self._grow(batch.roots[index], logits, rows, depth)
             return spread(tree, batch.roots, index)
         drafts, probs = [], []
-        for depth in range(K):
-            token, draft_probs = self._choose(batch, logits, index, depth)
+        for at in range(depth):
+            token, draft_probs = self._choose(batch, logits, index, at)
             drafts.append(token)
             probs.append(draft_probs)
-            if depth + 1 < K:
+            if at + 1 < depth:
                 logits = self.draft.verify(chain(token[index]), rows, self._cache).logits[:, 0]
                 for row in rows:
                     self._cache.advance(row, 1)
@@ -118,7 +133,12 @@ class DraftModelDrafter(Drafter):
         return grow(roots, first, run, depth=depth, width=self.width, num_nodes=self.num_nodes)
 
     def commit(
-        self, batch: Batch, tree: CandidateTree, acceptance: Acceptance, features: Mapping[int, torch.Tensor]
+        self,
+        batch: Batch,
+        proposal: Proposal,
+        acceptance: Acceptance,
+        features: Mapping[int, torch.Tensor],
+        num_new: list[int],
     ) -> None:
         """Forget the drafts that were not accepted: the draft's prefix never outgrows the target's.
 
@@ -148,7 +168,7 @@ class DraftModelDrafter(Drafter):
         return logits.gather(1, (count - 1)[:, None, None].expand(-1, 1, logits.shape[-1]))[:, 0]
 
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens behind the draft's vocabulary (the target's has more padding) read as its last: worse drafts at most."""
+        """Tokens past the draft's vocabulary (the target's has more padding) read as its last: worse drafts at most."""
         return tokens.clamp(max=self.draft.vocab_size - 1)
 
     def _choose(
@@ -166,16 +186,6 @@ class DraftModelDrafter(Drafter):
             token, probs = sampler.choose(fitted, depth), fitted
         sampler.record(token, depth)
         return token, probs
-
-    def _note_paused(self, batch: Batch, active: set[int]) -> None:
-        for b, sequence in enumerate(batch.sequences):
-            if b not in active:
-                if sequence.num_paused_passes == 0:
-                    logger.warning(
-                        "the text has outgrown the draft model's context of %d tokens: decoding it without drafts",
-                        self.draft.context_length,
-                    )
-                sequence.num_paused_passes += 1
 
 
 def fit_vocab(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -10,36 +10,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from selfspec.cache.kv import CacheRow, KVCache
+from selfspec.cache.blocks import CacheRow
+from selfspec.cache.kv import KVCache, Places
 from selfspec.drafters.growth import append
-from selfspec.drafters.waiting_features import Pending
+from selfspec.drafters.waiting_features import WaitingFeatures
 from selfspec.heads.early_exit import EarlyExitHead
-from selfspec.loop.drafter import Drafter
-from selfspec.model.layers import Resume, decoder_layers
+from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Proposal
+from selfspec.model.layers import private_copy
 from selfspec.model.load import lay_out
-from selfspec.model.target import SplitTarget, Target, Verification
+from selfspec.model.split import SplitTarget
+from selfspec.model.target import Target, Verification
 from selfspec.tree import CandidateTree, TreeGrower, chain
 
 if TYPE_CHECKING:
     from selfspec.loop.accept import Acceptance
-    from selfspec.loop.sequence import Batch, Sequence
+    from selfspec.loop.batch import Batch
+    from selfspec.loop.sequence import Sequence
+
+# Hidden states that one pass of the blocks enters, and that may wait while nothing is drafted.
+CHUNK = 256
 
 
 @dataclass
 class _Row:
-    """One sequence's state: the blocks' cache row, the hidden states not entered yet, the target's prefix length."""
+    """One sequence's state: the blocks' cache row, and the hidden states not entered yet."""
 
     cache_row: CacheRow
-    pending: Pending
-    num_committed: int
+    pending: WaitingFeatures
 
 
 class EarlyExitDrafter(Drafter):
-    """Drafts with a trained early-exit head without LoRA.
+    """Drafts with a trained early-exit head without LoRA, on a copy of the given head that shares its weights.
 
     Args:
         num_draft_tokens: depth of the tree.
@@ -48,53 +54,50 @@ class EarlyExitDrafter(Drafter):
     """
 
     is_costly = True
-    verifies_itself = True
+    default_shape = DefaultShape(cpu=DraftShape(4, 12, 3), gpu=DraftShape(4, 12, 3))
 
     def __init__(
         self,
         target: Target,
         head: EarlyExitHead,
         *,
-        num_draft_tokens: int = 4,
-        num_nodes: int = 12,
-        width: int = 3,
+        num_draft_tokens: int | None = None,
+        num_nodes: int | None = None,
+        width: int | None = None,
         name: str = "early_exit",
     ) -> None:
         assert not head.config.lora_rank, "adapted layers have keys and values of their own: a draft model serves them"
+        shape = self.default_shape.on(target.device)
         self.name = name
-        self.head = head.to(target.device, target.dtype)
-        lay_out(self.head)
+        self.num_draft_tokens = num_draft_tokens or shape.num_draft_tokens
+        self.num_nodes = num_nodes or shape.num_nodes
+        self.width = width or shape.width
         self.exit_layer = head.config.exit_layer
         self.features = (self.exit_layer,)
-        self.num_draft_tokens = num_draft_tokens
-        self.num_nodes = num_nodes
-        self.width = width
+        self.head = private_copy(head).to(target.device, target.dtype)
+        lay_out(self.head)
         self._target = target
+        # Found now, because finding it takes a pass of the model.
+        _ = target.logit_shape
         self._split = SplitTarget(target, self.exit_layer)
-        self._blocks = head.student(target.model)
-        resume = decoder_layers(self._blocks)[1][0]
-        assert isinstance(resume, Resume)
-        self._resume = resume
-        shape = replace(target.kv_shape, num_layers=len(head.config.blocks))
-        self._cache = KVCache(shape, dtype=target.dtype, device=target.device)
+        self._blocks = self.head.student(target.model)
+        self._cache = target.new_cache(replace(target.kv_shape, num_layers=len(head.config.blocks)))
         self._rows: dict[Sequence, _Row] = {}
-        # Hidden states [B, M, E] of every node drafted in this step.
-        self._drafted: torch.Tensor | None = None
 
     def admit(self, sequence: Sequence, features: Mapping[int, torch.Tensor]) -> None:
         hidden = features[self.exit_layer]
-        row = self._rows[sequence] = _Row(self._cache.open_row(), Pending(), sequence.row.length)
+        row = self._rows[sequence] = _Row(self._cache.open_row(), WaitingFeatures())
         row.pending.add(hidden, 0, 0, hidden.shape[1])
+        self._work_off(row, 0)
 
     def retire(self, sequence: Sequence) -> None:
         if (row := self._rows.pop(sequence, None)) is not None:
             self._cache.release(row.cache_row)
 
-    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
         K = num_draft_tokens
-        self._drafted = None
         if K == 0:
-            return chain(batch.roots)
+            return Proposal(chain(batch.roots))
         rows = [self._rows[sequence] for sequence in batch.sequences]
         cache_rows = [row.cache_row for row in rows]
         grower = TreeGrower(batch.roots, self.width)
@@ -104,7 +107,7 @@ class EarlyExitDrafter(Drafter):
         below: CandidateTree | None = None
         width_before = 1
         for depth in range(1, K + 1):
-            tokens, parent = grower.grow(self._logits(hidden))
+            tokens, parent = grower.grow(self._target.logits_of(hidden))
             nodes = append(nodes, tokens, parent, width_before=width_before, scores=grower.beam_scores)
             entered = self._split.enter(nodes, batch.rows, batch.cache, tokens.shape[1])
             drafted = torch.cat([drafted, entered], dim=1)
@@ -113,37 +116,54 @@ class EarlyExitDrafter(Drafter):
                 below = append(below, tokens, parent, width_before=width_before)
                 hidden = self._run_blocks(below, cache_rows, entered)
             width_before = tokens.shape[1]
-        self._drafted = drafted
         origins = torch.arange(nodes.num_nodes, device=batch.device).expand_as(nodes.tokens)
-        return replace(nodes, origins=origins).prune(self.num_nodes)
+        tree = replace(nodes, origins=origins).prune(self.num_nodes)
+        return Proposal(tree, verify=partial(self._resume, batch.cache, drafted))
 
-    def verify(self, target: Target, batch: Batch, tree: CandidateTree) -> Verification:
-        """Go on at layer E with what drafting computed; the first layers' KV moves to the slots of the nodes kept."""
-        if self._drafted is None or tree.origins is None:
-            return super().verify(target, batch, tree)
-        E = self.exit_layer
-        batch.cache.arrange(batch.cache.locate(batch.rows), tree.origins, num_layers=E)
-        hidden = self._drafted.gather(1, tree.origins[:, :, None].expand(-1, -1, self._drafted.shape[-1]))
-        return self._split.resume(tree, batch.rows, batch.cache, hidden)
+    def _resume(self, cache: KVCache, drafted: torch.Tensor, tree: CandidateTree, places: Places) -> Verification:
+        """Go on at layer E with what drafting computed; the first layers' KV moves to the slots of the nodes kept.
+
+        Args:
+            drafted: [B, M, E] hidden states entering layer E, of every node that was drafted.
+        """
+        assert tree.origins is not None
+        cache.arrange(places, tree.origins, num_layers=self.exit_layer)
+        hidden = drafted.gather(1, tree.origins[:, :, None].expand(-1, -1, drafted.shape[-1]))
+        return self._split.resume(tree, places, cache, hidden)
 
     def commit(
-        self, batch: Batch, tree: CandidateTree, acceptance: Acceptance, features: Mapping[int, torch.Tensor]
+        self,
+        batch: Batch,
+        proposal: Proposal,
+        acceptance: Acceptance,
+        features: Mapping[int, torch.Tensor],
+        num_new: list[int],
     ) -> None:
         """The accepted path's hidden states wait to be entered; the root's may have been."""
         taken = features[self.exit_layer]
-        for b, sequence in enumerate(batch.sequences):
+        for b, (sequence, count) in enumerate(zip(batch.sequences, num_new, strict=True)):
             row = self._rows[sequence]
-            num_nodes = sequence.row.length - row.num_committed
-            num_new = sequence.row.length - row.cache_row.length - len(row.pending)
-            row.pending.add(taken, b, num_nodes - num_new, num_nodes)
-            row.num_committed = sequence.row.length
+            num_missing = sequence.row.length - row.cache_row.length - len(row.pending)
+            row.pending.add(taken, b, count - num_missing, count)
+            self._work_off(row, CHUNK)
+
+    def _work_off(self, row: _Row, most: int) -> None:
+        """Where more than `most` hidden states wait, enter all of them, a chunk at a time."""
+        if len(row.pending) <= most:
+            return
+        while size := min(len(row.pending), CHUNK):
+            hidden = WaitingFeatures.collect([row.pending], size)
+            tokens = torch.zeros(1, size, dtype=torch.int64, device=hidden.device)
+            self._run_blocks(chain(tokens[:, 0], tokens[:, 1:]), [row.cache_row], hidden)
+            self._cache.advance(row.cache_row, size)
+            row.pending.drop(size)
 
     def _catch_up(self, rows: list[_Row], roots: torch.Tensor) -> torch.Tensor:
-        """Enter the pending hidden states and the roots' [B, 1, E]; the blocks' output [B, 1, E] at the roots."""
+        """Enter the hidden states that wait, and the roots' [B, 1, E]; the blocks' output [B, 1, E] at the roots."""
         for b, row in enumerate(rows):
             row.pending.add(roots, b, 0, 1)
         sizes = [len(row.pending) for row in rows]
-        hidden = Pending.collect([row.pending for row in rows], max(sizes))  # [B, N, E]
+        hidden = WaitingFeatures.collect([row.pending for row in rows], max(sizes))  # [B, N, E]
         counts = torch.tensor(sizes).to(roots.device)
         # Which tokens these are does not matter: the hidden states stand for them.
         offsets = torch.arange(hidden.shape[1], device=roots.device)
@@ -156,11 +176,7 @@ class EarlyExitDrafter(Drafter):
 
     def _run_blocks(self, nodes: CandidateTree, rows: list[CacheRow], hidden: torch.Tensor) -> torch.Tensor:
         """The blocks over the last nodes, whose states entering layer E are `hidden` [B, W, E]; their normed output."""
-        self._resume.hidden = hidden
-        num_new = hidden.shape[1]
-        output = self._target.forward(self._blocks.base_model, nodes, rows, self._cache, num_new=num_new)
-        self._resume.hidden = None
+        places = self._cache.place(rows, nodes.num_nodes)
+        model, num_new = self._blocks.base_model, hidden.shape[1]
+        output = self._target.run(model, nodes, places, self._cache, num_new=num_new, resume_from=hidden)
         return output.last_hidden_state
-
-    def _logits(self, normed: torch.Tensor) -> torch.Tensor:
-        return self._target.model.get_output_embeddings()(normed)

@@ -6,11 +6,10 @@ a verified tree they may have no root among them: the first layer then hangs on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from selfspec.model.graphs import Graphs
 from selfspec.tree import CandidateTree, TreeGrower
 
 # (the newest layer's tokens [B, W], each one's parent [B, W] within the layer before) -> logits [B, W, V].
@@ -67,7 +66,12 @@ def append(
     width_before: int,
     scores: torch.Tensor | None = None,
 ) -> CandidateTree:
-    """The nodes with one more layer: `parent [B, W]` counts within the layer before, of `width_before` nodes."""
+    """The nodes with one more layer of tokens [B, W].
+
+    Args:
+        parent: [B, W] counts within the layer before, which has `width_before` nodes.
+        scores: [B, W], kept where the nodes have scores, too.
+    """
     if nodes is None:
         return CandidateTree(tokens, torch.full_like(tokens, -1), torch.zeros_like(tokens), max_depth=0, scores=scores)
     depth = nodes.max_depth + 1
@@ -80,29 +84,20 @@ def append(
     )
 
 
-def tree_by_graph(
-    graphs: Graphs,
-    key: Hashable,
-    draft: Callable[..., CandidateTree],
-    inputs: Sequence[torch.Tensor],
-    *,
-    num_rows: int,
-    depth: int,
-) -> CandidateTree:
-    """`draft(*inputs)`, a scored tree of at most `depth`, as a CUDA graph; its first `num_rows` rows."""
+def as_tensors(tree: CandidateTree) -> tuple[torch.Tensor, ...]:
+    """Tokens, parents, depths and scores of a scored tree, each [B, N]: what a pass can return."""
+    assert tree.scores is not None
+    return tree.tokens, tree.parents, tree.depths, tree.scores
 
-    def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        tree = draft(*inputs)
-        assert tree.scores is not None
-        return torch.stack([tree.tokens, tree.parents, tree.depths]), tree.scores
 
-    nodes, scores = graphs(key, run, inputs)
-    tokens, parents, depths = nodes[:, :num_rows]
-    return CandidateTree(tokens, parents, depths, max_depth=min(depth, tokens.shape[1] - 1), scores=scores[:num_rows])
+def from_tensors(tensors: Sequence[torch.Tensor], *, depth: int) -> CandidateTree:
+    """The tree of at most `depth` that `as_tensors` took apart."""
+    tokens, parents, depths, scores = tensors
+    return CandidateTree(tokens, parents, depths, max_depth=min(depth, tokens.shape[1] - 1), scores=scores)
 
 
 def spread(tree: CandidateTree, roots: torch.Tensor, index: torch.Tensor) -> CandidateTree:
-    """A tree of the rows `index` as one of all: the others get their root alone."""
+    """A tree of the rows `index` [A] as one of all: the others get their root [B] alone."""
     B, N = len(roots), tree.num_nodes
     if len(index) == B:
         return tree

@@ -9,37 +9,38 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from selfspec.drafters.growth import tree_by_graph
+from selfspec.drafters.growth import as_tensors, from_tensors
 from selfspec.heads.medusa import MedusaHead
-from selfspec.loop.drafter import Drafter
-from selfspec.model.graphs import ROW_BUCKETS, bucket, fill_rows
+from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Proposal
+from selfspec.model.layers import private_copy
 from selfspec.model.load import lay_out
 from selfspec.model.target import FINAL, Target
 from selfspec.tree import CandidateTree, TreeGrower, chain
 
 if TYPE_CHECKING:
     from selfspec.loop.accept import Acceptance
-    from selfspec.loop.sequence import Batch, Sequence
-
+    from selfspec.loop.batch import Batch
+    from selfspec.loop.sequence import Sequence
 
 _SERIALS = itertools.count()
 
 
 class MedusaDrafter(Drafter):
-    """Drafts with trained Medusa heads.
+    """Drafts with trained Medusa heads, on a copy of the given head that shares its weights.
 
     Args:
+        num_draft_tokens: depth of the tree, at most the number of heads, which is the default.
         num_nodes: most nodes of the tree, root included.
         width: tokens of each head that are considered.
     """
 
     features = (FINAL,)
     is_costly = True
+    default_shape = DefaultShape(cpu=DraftShape(0, 8, 8), gpu=DraftShape(0, 16, 8))
 
     def __init__(
         self,
@@ -48,60 +49,55 @@ class MedusaDrafter(Drafter):
         *,
         num_draft_tokens: int | None = None,
         num_nodes: int | None = None,
-        width: int = 8,
+        width: int | None = None,
         name: str = "medusa",
     ) -> None:
+        shape = self.default_shape.on(target.device)
         self.name = name
-        # Names this drafter's weights to the graphs, for good: an id may come again once a head is unloaded.
+        # Identifies this drafter in graph keys. Not `id()`, which Python reuses after an unload.
         self._serial = next(_SERIALS)
         self._target = target
-        self.head = head.to(target.device, target.dtype)
-        self.lm_head = target.model.get_output_embeddings()
-        self._embed = target.model.get_input_embeddings()
+        # Found now, because finding it takes a pass of the model.
+        _ = target.logit_shape
+        self.head = private_copy(head).to(target.device, target.dtype)
         lay_out(self.head)
+        self._embed = target.model.get_input_embeddings()
         self.num_draft_tokens = min(num_draft_tokens or head.config.num_heads, head.config.num_heads)
-        # On a CPU a pass over more than six nodes costs noticeably more than one over one.
-        self.num_nodes = num_nodes or (8 if target.device.type == "cpu" else 16)
-        self.width = min(width, target.vocab_size)
-        self._dtype = target.dtype
-        self._hidden_size = head.config.target.hidden_size
+        self.num_nodes = num_nodes or shape.num_nodes
+        self.width = min(width or shape.width, target.vocab_size)
+        self._blank = torch.zeros(head.config.target.hidden_size, dtype=target.dtype, device=target.device)
         # The feature [E] of every row's last committed token; a prompt of one token has none yet.
         self._last: dict[Sequence, torch.Tensor | None] = {}
 
     def admit(self, sequence: Sequence, features: Mapping[int, torch.Tensor]) -> None:
         hidden = features[FINAL][0]
-        self._last[sequence] = hidden[-1] if len(hidden) else None
+        # A copy, because a view would keep the whole prompt's features alive.
+        self._last[sequence] = hidden[-1].clone() if len(hidden) else None
 
     def retire(self, sequence: Sequence) -> None:
         self._last.pop(sequence, None)
 
-    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
-        if num_draft_tokens == 0:
-            return chain(batch.roots)
+    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
+        depth = num_draft_tokens
+        if depth == 0:
+            return Proposal(chain(batch.roots))
         rows = [self._last[sequence] for sequence in batch.sequences]
-        blank = torch.zeros(self._hidden_size, dtype=self._dtype, device=batch.device)
-        hidden = torch.stack([blank if row is None else row for row in rows])  # [B, E]
-        roots = batch.roots
-        tree = self._propose_by_graph(hidden, roots, num_draft_tokens) or self._draft(hidden, roots, num_draft_tokens)
-        if all(row is not None for row in rows):
-            return tree
-        is_active = torch.tensor([row is not None for row in rows]).to(batch.device)
-        return tree.limit_depth(torch.where(is_active, tree.max_depth, 0))
+        hidden = torch.stack([self._blank if row is None else row for row in rows])  # [B, E]
 
-    def _propose_by_graph(self, hidden: torch.Tensor, roots: torch.Tensor, depth: int) -> CandidateTree | None:
-        """`_draft` as a CUDA graph, where there is one."""
-        graphs, num_rows = self._target.graphs, bucket(len(roots), ROW_BUCKETS)
-        if graphs is None or num_rows is None:
-            return None
+        def draft(hidden: torch.Tensor, roots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return as_tensors(self._draft(hidden, roots, depth))
 
-        inputs = [fill_rows(each, num_rows) for each in (hidden, roots)]
-        key = ("medusa", self._serial, depth)
-        return tree_by_graph(graphs, key, partial(self._draft, depth=depth), inputs, num_rows=len(roots), depth=depth)
+        key = ("medusa", self._serial, depth, self.num_nodes, self.width)
+        tree = from_tensors(self._target.passes.run_rows(key, draft, (hidden, batch.roots)), depth=depth)
+        if any(row is None for row in rows):
+            is_active = torch.tensor([row is not None for row in rows]).to(batch.device)
+            tree = tree.limit_depth(torch.where(is_active, tree.max_depth, 0))
+        return Proposal(tree)
 
     def _draft(self, hidden: torch.Tensor, roots: torch.Tensor, depth: int) -> CandidateTree:
-        """The tree from the features [B, E] and the roots [B]: device work alone."""
+        """The tree from features [B, E] and roots [B]: a function of tensors."""
         embedded = self._embed(roots)
-        log_probs = self.head(hidden, embedded, self.lm_head, depth).float().log_softmax(-1)  # [B, K, V]
+        log_probs = self.head(hidden, embedded, self._target.logits_of, depth).float().log_softmax(-1)  # [B, K, V]
         best = log_probs.topk(self.width, dim=-1)
         grower = TreeGrower(roots, width=self.num_nodes)
         beam = 1
@@ -112,7 +108,12 @@ class MedusaDrafter(Drafter):
         return grower.tree(self.num_nodes)
 
     def commit(
-        self, batch: Batch, tree: CandidateTree, acceptance: Acceptance, features: Mapping[int, torch.Tensor]
+        self,
+        batch: Batch,
+        proposal: Proposal,
+        acceptance: Acceptance,
+        features: Mapping[int, torch.Tensor],
+        num_new: list[int],
     ) -> None:
         """Keep the feature of the last accepted node: the token before the new root."""
         hidden = features[FINAL]

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from selfspec.loop.drafter import Drafter
-from selfspec.tree import CandidateTree, chain
+from selfspec.kernels.jit import is_compiled_for
+from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Proposal
+from selfspec.tree import chain
 
 if TYPE_CHECKING:
     from selfspec.loop.accept import Acceptance
-    from selfspec.loop.sequence import Batch
+    from selfspec.loop.batch import Batch
 
 # How many trials of one kind the acceptance counts remember.
 MEMORY = 64.0
@@ -35,48 +36,60 @@ class NgramDrafter(Drafter):
     """
 
     name = "ngram"
+    default_shape = DefaultShape(cpu=DraftShape(15), gpu=DraftShape(15))
 
-    def __init__(self, num_draft_tokens: int = 15, *, max_match: int = 8, min_match: int = 1) -> None:
+    def __init__(self, num_draft_tokens: int | None = None, *, max_match: int = 8, min_match: int = 1) -> None:
+        if num_draft_tokens is None:
+            num_draft_tokens = self.default_shape.cpu.num_draft_tokens
         if num_draft_tokens < 1:
             raise ValueError(f"ngram:{num_draft_tokens} is not allowed: draft at least one token")
         self.num_draft_tokens = num_draft_tokens
         self.max_match = max_match
         self.min_match = min_match
-        # Trials and hits by match length (row 0 is unused) and depth, from a prior that trusts longer matches more.
-        prior = 1 - 0.6 / torch.arange(max_match + 1).clamp(min=1)
-        trials = torch.full((max_match + 1, num_draft_tokens), 4.0)
-        self._counts = torch.stack([trials, trials * prior[:, None]])
-        self._matched: torch.Tensor | None = None
+        self._counts: torch.Tensor
+        self.forget()
 
-    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+    def forget(self) -> None:
+        super().forget()
+        # Trials and hits by match length (row 0 is unused) and depth, from a prior that trusts longer matches more.
+        prior = 1 - 0.6 / torch.arange(self.max_match + 1).clamp(min=1)
+        trials = torch.full((self.max_match + 1, self.num_draft_tokens), 4.0)
+        self._counts = torch.stack([trials, trials * prior[:, None]])
+
+    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
+        """A chain a row; the proposal's state is the length of each row's match [B]."""
         K = num_draft_tokens
         if K == 0:
-            self._matched = None
-            return chain(batch.roots)
+            return Proposal(chain(batch.roots))
         drafts, matched = lookup(batch.history, batch.num_tokens, K, self.max_match)
         drafts = torch.where((matched >= self.min_match)[:, None], drafts, -1)
-        self._matched = matched
         self._counts = self._counts.to(drafts.device)
         trials, hits = self._counts
         scores = (hits / trials)[matched, :K].log().cumsum(1)
         tree = chain(batch.roots, drafts, scores)
-        if drafts.device.type == "cpu":
-            # Nothing is verified for a row without a match; elsewhere shapes stay fixed.
+        if not is_compiled_for(drafts):
+            # Nothing is verified for a row without a match. Where kernels run, asking would wait for the device.
             tree = tree.prune(1 + int((drafts >= 0).sum(1).max()))
-        return tree
+        return Proposal(tree, state=matched)
 
     def commit(
-        self, batch: Batch, tree: CandidateTree, acceptance: Acceptance, features: Mapping[int, torch.Tensor]
+        self,
+        batch: Batch,
+        proposal: Proposal,
+        acceptance: Acceptance,
+        features: Mapping[int, torch.Tensor],
+        num_new: list[int],
     ) -> None:
-        """Count, for every depth that was reached, whether its draft held. Old counts fade: texts change."""
-        if self._matched is None or tree.max_depth == 0:
-            return
+        """Count, for every depth that was reached, whether its draft held. Old counts fade, because texts change."""
+        tree, matched = proposal.tree, proposal.state
         K = tree.max_depth
+        if matched is None or K == 0:
+            return
         depths = torch.arange(K, device=tree.tokens.device)
         is_reached = (tree.tokens[:, 1:] >= 0) & (depths <= acceptance.num_accepted[:, None])
         is_hit = is_reached & (depths < acceptance.num_accepted[:, None])
         events = torch.stack([is_reached, is_hit]).to(self._counts.dtype)  # [2, B, K]
-        self._counts[:, :, :K].index_add_(1, self._matched, events)
+        self._counts[:, :, :K].index_add_(1, matched, events)
         self._counts *= (MEMORY / self._counts[0]).clamp(max=1.0)
 
 
@@ -91,7 +104,7 @@ def lookup(
 
     Returns:
         Draft tokens [B, K], -1 throughout where nothing matches, and the length of the match [B], 0 for none. A
-        continuation that reaches the row's end starts over behind the match, which is right where the text repeats.
+        continuation that reaches the row's end starts over after the match, which is right where the text repeats.
     """
     B, C = history.shape
     index = torch.arange(C, device=history.device)

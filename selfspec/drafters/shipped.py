@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from selfspec.heads import HEADS
+from selfspec.drafters.names import HEADS, KINDS
 from selfspec.heads.base import CONFIG_NAME, DraftHead, TargetIdentity, find_head, read_config
 from selfspec.model.target import Target
 
@@ -14,22 +14,6 @@ logger = logging.getLogger(__name__)
 
 # heads/pretrained/TARGET/NAME, installed with the package.
 SHIPPED = Path(__file__).parents[1] / "heads" / "pretrained"
-
-# The head types that each drafter serves.
-HEAD_TYPES = {
-    "medusa": ("medusa",),
-    "eagle": ("eagle", "eagle1"),
-    "early_exit": ("early_exit",),
-    "draft_model": ("draft_model",),
-}
-
-
-def drafter_for(head_type: str) -> str:
-    """The name of the drafter that serves heads of a type."""
-    for name, types in HEAD_TYPES.items():
-        if head_type in types:
-            return name
-    raise ValueError(f"no drafter of this version serves {head_type} heads: update selfspec")
 
 
 def identity(target: Target) -> TargetIdentity:
@@ -48,7 +32,7 @@ def load_head(source: str | Path | None, target: Target, *, drafter: str, revisi
     """
     directory = find_head(source or shipped_head(drafter, target), revision)
     head_type = read_config(directory)["head_type"]
-    allowed = HEAD_TYPES[drafter]
+    allowed = KINDS[drafter].head_types
     if head_type not in allowed:
         raise ValueError(f"{source} is a {head_type} head, and drafter {drafter} serves {' and '.join(allowed)} heads")
     head = HEADS[head_type].from_pretrained(directory, dtype=target.dtype)
@@ -81,7 +65,7 @@ def shipped_head(drafter: str, target: Target) -> Path:
     ours = identity(target)
     for directory in shipped_heads():
         record: dict[str, Any] = read_config(directory)
-        if record["head_type"] not in HEAD_TYPES[drafter]:
+        if record["head_type"] not in KINDS[drafter].head_types:
             continue
         config = HEADS[record["head_type"]].config_class.from_dict(record)
         try:

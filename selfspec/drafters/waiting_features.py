@@ -13,7 +13,7 @@ import torch
 
 
 @dataclass
-class Pending:
+class WaitingFeatures:
     """One row's features, in stretches of tensors that it shares with other rows."""
 
     # (features [B, N, E] and their row flattened to [B * N, E] places: the first, and how many)
@@ -23,7 +23,7 @@ class Pending:
         return sum(count for _, _, count in self._stretches)
 
     def add(self, features: torch.Tensor, row: int, start: int, end: int) -> None:
-        """Let `features[row, start:end]`, of a contiguous [B, N, E], wait behind the others."""
+        """Let `features[row, start:end]`, of a contiguous [B, N, E], wait after the others."""
         if end > start:
             self._stretches.append((features, row * features.shape[1] + start, end - start))
 
@@ -39,7 +39,7 @@ class Pending:
                 self._stretches[0] = features, first + taken, size - taken
 
     @staticmethod
-    def collect(rows: Sequence[Pending], num_columns: int) -> torch.Tensor:
+    def collect(rows: Sequence[WaitingFeatures], num_columns: int) -> torch.Tensor:
         """[A, num_columns, E] of rows that have one feature or more: the first ones, past the last that one again."""
         offsets: dict[int, int] = {}
         sources: list[torch.Tensor] = []

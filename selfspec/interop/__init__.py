@@ -1,14 +1,17 @@
-"""Checkpoints of other tools: into heads of ours, and heads of ours into folders that other engines serve.
+"""Import checkpoints of other tools as selfspec heads, and export selfspec heads for other engines.
 
-A dialect is told by its tensors and its config, never by its path. Every tensor has a place, or the import stops.
+A dialect is recognised by its tensors and its config, never by its path. If a tensor has no place in our head, the import
+stops.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from selfspec.drafters.names import HEADS
 from selfspec.drafters.shipped import identity
-from selfspec.heads import HEADS
 from selfspec.heads.base import DraftHead, find_head, read_config
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.heads.early_exit import DistilledDraft
@@ -16,20 +19,27 @@ from selfspec.heads.medusa import MedusaHead
 from selfspec.interop.draft_model import check_draft_model, is_draft_model, write_draft_model
 from selfspec.interop.eagle1 import is_eagle1, read_eagle1, write_eagle1
 from selfspec.interop.eagle3 import Conventions, is_eagle3, read_eagle3, write_eagle3
-from selfspec.interop.files import read_checkpoint
+from selfspec.interop.files import Export, read_checkpoint
 from selfspec.interop.medusa import is_medusa, read_medusa, write_medusa
 from selfspec.model.target import Target
 
 FORMATS = ("vllm", "sglang", "speculators", "medusa")
 
+# Writers of heads that keep their form, each with the formats it takes. A distilled draft is written as a model instead.
+WRITERS: dict[type[DraftHead], tuple[tuple[str, ...], Callable[[Any, Target, str, str], Export]]] = {
+    MedusaHead: (("medusa", "vllm"), write_medusa),
+    EagleHead: (("vllm", "sglang", "speculators"), write_eagle3),
+    Eagle1Head: (FORMATS, write_eagle1),
+}
+
 
 def import_head(
     source: str, target: Target, conventions: Conventions | None = None, *, revision: str | None = None
 ) -> DraftHead | None:
-    """The head in a foreign checkpoint, for this target; None for a draft model, which needs no import.
+    """Read the head in a foreign checkpoint, for this target. None for a draft model, because it needs no import.
 
     Raises:
-        ValueError: a dialect that is not known, tensors that are damaged, missing or left over, or another target's head.
+        ValueError: the dialect is unknown, a tensor is damaged, missing or left over, or the head is another target's.
     """
     checkpoint, ours = read_checkpoint(source, revision), identity(target)
     if "head_type" in checkpoint.config:
@@ -44,14 +54,14 @@ def import_head(
         check_draft_model(source, target)
         return None
     some = ", ".join(sorted(checkpoint.tensors)[:3])
-    raise checkpoint.refuse(f"neither Medusa nor EAGLE heads nor a model are called so: {some} …")
+    raise checkpoint.refuse(f"it holds no Medusa heads, EAGLE heads or model that selfspec knows; its tensors are {some} …")
 
 
 def export_head(source: str, target: Target, engine: str, directory: Path) -> list[str]:
-    """Write a head of ours for another engine; returns the commands that serve it there.
+    """Write a selfspec head for another engine. Returns the commands that serve it there.
 
     Raises:
-        ValueError: the format cannot express the head, by name of what it lacks; or the head is another target's.
+        ValueError: the format cannot express the head (the message says why), or the head is another target's.
     """
     if engine not in FORMATS:
         raise ValueError(f"format {engine!r} is not known: use {', '.join(FORMATS)}")
@@ -61,19 +71,15 @@ def export_head(source: str, target: Target, engine: str, directory: Path) -> li
     head.config.target.check(identity(target))
     if isinstance(head, DistilledDraft):
         return write_draft_model(head, target, engine, directory)
-    if isinstance(head, MedusaHead) and engine in ("medusa", "vllm"):
-        export = write_medusa(head, target, str(directory))
-    elif isinstance(head, EagleHead) and engine != "medusa":
-        export = write_eagle3(head, target, engine, str(directory))
-    elif isinstance(head, Eagle1Head):
-        export = write_eagle1(head, target, engine, str(directory))
-    else:
-        raise ValueError(f"{engine} has no {head.config.head_type} heads: selfspec serves this one alone")
+    formats, write = WRITERS.get(type(head), ((), None))
+    if write is None or engine not in formats:
+        raise ValueError(f"{engine} has no {head.config.head_type} heads: choose another format or serve it with selfspec")
+    export = write(head, target, engine, str(directory))
     export.save(directory)
     return export.commands
 
 
 def load_as_stored(source: str) -> DraftHead:
-    """A head of ours in the dtype of its file."""
+    """Load a selfspec head in the dtype of its file."""
     directory = find_head(source)
     return HEADS[read_config(directory)["head_type"]].from_pretrained(directory)

@@ -1,19 +1,19 @@
-"""The commands that serve what was exported."""
+"""The commands that serve an exported head."""
 
 import json
 import shlex
 
-# What they draft: a chain this long, as neither vLLM nor SGLang verifies trees by default.
+# The length of the chains they draft. Neither vLLM nor SGLang verifies trees by default.
 NUM_DRAFT_TOKENS = 3
 
-# vLLM's names of the methods, and SGLang's.
+# vLLM's name of each method, and SGLang's.
 SGLANG_ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE"}
 
 
-def serve(engine: str, method: str, target: str, directory: str, num_draft_tokens: int = NUM_DRAFT_TOKENS) -> str:
-    """How to serve a draft of this target; vLLM is told the method, which it would guess from the path."""
+def serve_command(engine: str, method: str, target: str, directory: str, num_draft_tokens: int = NUM_DRAFT_TOKENS) -> str:
+    """The command that serves a draft with this target. It tells vLLM the method, which vLLM would guess from the path."""
     if engine == "speculators":
-        # The config names the target.
+        # The exported config already names the target.
         return f"vllm serve {shlex.quote(directory)}"
     if engine == "sglang":
         settings: dict[str, object] = {

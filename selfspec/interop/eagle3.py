@@ -1,7 +1,7 @@
 """EAGLE-3 checkpoints, in both directions.
 
-The original repository, SpecForge and SGLang call the decoder layer `midlayer`, ModelOpt and speculators `layers.0`; the
-speculators format has a config of its own around the layer's. What else differs is in `selfspec.interop.facts`.
+The original repository, SpecForge and SGLang call the decoder layer `midlayer`; ModelOpt and speculators call it `layers.0`.
+The speculators format wraps the layer's config in one of its own. All other differences are in `selfspec.interop.facts`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from selfspec.heads.base import TargetIdentity
 from selfspec.heads.eagle import EagleConfig, EagleHead
 from selfspec.interop import facts as dialects
-from selfspec.interop.commands import NUM_DRAFT_TOKENS, serve
+from selfspec.interop.commands import NUM_DRAFT_TOKENS, serve_command
 from selfspec.interop.facts import EAGLE3
 from selfspec.interop.files import Checkpoint, Export, fill, rename
 from selfspec.interop.layer import read_layer, take_embedding, with_all_biases, without_zero_biases, write_layer
 from selfspec.model.target import Target
 
 LAYER = "midlayer."
-# Names of other tools, as patterns, and ours.
+# Patterns for the names of other tools, and our names.
 ALIASES = {
     r"^model\.": "",
     r"^layers\.0\.": LAYER,
@@ -34,7 +34,7 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class Conventions:
-    """What a checkpoint cannot say for certain; None reads it from the checkpoint."""
+    """Settings about which a checkpoint can be unclear. None takes the checkpoint's own."""
 
     feature_layers: tuple[int, ...] | None = None
     norm_before_residual: bool | None = None
@@ -45,7 +45,7 @@ def is_eagle3(checkpoint: Checkpoint) -> bool:
 
 
 def read_eagle3(checkpoint: Checkpoint, target: Target, identity: TargetIdentity, conventions: Conventions) -> EagleHead:
-    """The head in a checkpoint of any EAGLE-3 dialect."""
+    """Read the head in a checkpoint of any EAGLE-3 dialect."""
     config = checkpoint.config
     kind = config.get("speculators_model_type")
     if kind not in (None, "eagle3"):
@@ -83,7 +83,7 @@ def read_eagle3(checkpoint: Checkpoint, target: Target, identity: TargetIdentity
 
 
 def write_eagle3(head: EagleHead, target: Target, dialect: str, directory: str) -> Export:
-    """What the dialect's engine loads."""
+    """Write the head for the dialect's engine."""
     facts, config = EAGLE3[dialect], head.config
     _check_expressible(config, dialect)
     model_type, num_layers = config.target.model_type, config.target.num_layers
@@ -93,7 +93,7 @@ def write_eagle3(head: EagleHead, target: Target, dialect: str, directory: str) 
         raise ValueError(f"{dialect} cannot express this head: {error}") from error
     state = head.state_dict()
     offsets = state.pop("d2t")
-    # Engines want an LM head in the file.
+    # Engines expect an LM head in the file.
     output: Any = head.output_layer(target.model.get_output_embeddings())
     if getattr(output, "bias", None) is not None:
         raise ValueError(f"{dialect} cannot express this head: the LM head that it shares with the target has a bias")
@@ -105,7 +105,7 @@ def write_eagle3(head: EagleHead, target: Target, dialect: str, directory: str) 
         can_draft[head.draft_ids] = True
         tensors |= {"d2t": offsets, "t2d": can_draft}
     elif bool(offsets.any()):
-        # With all tokens to draft vLLM has no place for a map, and stops at one.
+        # A head that drafts all tokens has no map in vLLM, which refuses a file with one.
         raise ValueError(f"{dialect} cannot express this head: d2t reorders a full vocabulary")
     if facts.needs_embedding:
         embedding = target.model.get_input_embeddings().weight.detach()
@@ -115,7 +115,7 @@ def write_eagle3(head: EagleHead, target: Target, dialect: str, directory: str) 
     record: dict[str, Any] = {
         "architectures": [architecture],
         "draft_vocab_size": config.draft_vocab_size,
-        # Always all of them: the defaults of those who read it differ.
+        # Always write all of them, because readers have different defaults.
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.has_input_norm,
         "fc_norm": config.has_fc_norm,
@@ -139,7 +139,7 @@ def write_eagle3(head: EagleHead, target: Target, dialect: str, directory: str) 
         record |= layer | {"eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids}}
     else:
         record |= layer | {"eagle_aux_hidden_state_layer_ids": ids}
-    return Export(record, tensors, [serve(dialect, "eagle3", target.name, directory)])
+    return Export(record, tensors, [serve_command(dialect, "eagle3", target.name, directory)])
 
 
 def _features(checkpoint: Checkpoint, dialect: str, target: TargetIdentity) -> tuple[int, ...]:
@@ -160,7 +160,7 @@ def _norm_before_residual(checkpoint: Checkpoint, dialect: str, conventions: Con
         if value is not None:
             return bool(value)
     raise checkpoint.refuse(
-        "norm_before_residual is not in the config, and vLLM takes that for true and the speculators package for false: "
+        "norm_before_residual is not in the config; vLLM then assumes true and the speculators package false: "
         "pass --norm-before-residual or --no-norm-before-residual"
     )
 
@@ -168,24 +168,24 @@ def _norm_before_residual(checkpoint: Checkpoint, dialect: str, conventions: Con
 def _draft_vocabulary(
     state: dict[str, torch.Tensor], checkpoint: Checkpoint, layer_config: dict[str, Any], target: Target
 ) -> int:
-    """The draft vocabulary's size; `lm_head.weight` and `d2t` are in `state` afterwards, and `t2d` is not."""
+    """The draft vocabulary's size V'. Leaves `lm_head.weight` [V', E] and `d2t` [V'] in `state`, and takes `t2d` out."""
     all_tokens = layer_config.get("vocab_size") or target.vocab_size
     size = checkpoint.config.get("draft_vocab_size")
     if "lm_head.weight" not in state:
-        # Engines take the target's then.
+        # Without one, engines use the target's.
         if layer_config.get("tie_word_embeddings"):
             shared = target.model.get_input_embeddings()
         elif size is None:
             shared = target.model.get_output_embeddings()
         else:
-            raise checkpoint.refuse(f"lm_head.weight is missing, and draft_vocab_size {size} says that there is one")
+            raise checkpoint.refuse(f"lm_head.weight is missing, although draft_vocab_size is {size}")
         state["lm_head.weight"] = shared.weight.detach().to("cpu", state["norm.weight"].dtype).clone()
         all_tokens = size = target.vocab_size
     if size not in (None, len(state["lm_head.weight"])):
         raise checkpoint.refuse(f"draft_vocab_size is {size}, and lm_head.weight has {len(state['lm_head.weight'])} rows")
     size = len(state["lm_head.weight"])
     if size > target.vocab_size:
-        raise checkpoint.refuse(f"it drafts {size} tokens, and {target.name} has {target.vocab_size}: name its own target")
+        raise checkpoint.refuse(f"it drafts {size} tokens, but {target.name} has {target.vocab_size}: name its own target")
     offsets, can_draft = state.pop("d2t", None), state.pop("t2d", None)
     if offsets is None:
         if size != all_tokens:
@@ -193,24 +193,24 @@ def _draft_vocabulary(
         offsets = torch.zeros(size, dtype=torch.int64)
     state["d2t"] = offsets = offsets.long()
     if len(offsets) != size:
-        raise checkpoint.refuse(f"d2t has {len(offsets)} entries and lm_head.weight {size} rows")
+        raise checkpoint.refuse(f"d2t has {len(offsets)} entries and lm_head.weight {size} rows: they must match")
     ids = offsets + torch.arange(size)
     if int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size or len(ids.unique()) < size:
-        raise checkpoint.refuse("d2t does not lead to as many tokens of the target: it must hold target id minus draft id")
+        raise checkpoint.refuse("d2t does not map to as many target tokens: it must hold target id minus draft id")
     if can_draft is not None and not torch.equal(can_draft.nonzero().flatten(), ids.sort().values):
         raise checkpoint.refuse("t2d and d2t name different tokens: one of them is of another checkpoint")
     return size
 
 
 def _is_targets_lm_head(state: dict[str, torch.Tensor], target: Target) -> bool:
-    """Whether the LM head is the target's rows of the draft vocabulary, which need not be stored."""
+    """Whether the LM head equals the target's rows of the draft vocabulary, which then need not be stored."""
     output, weight = target.model.get_output_embeddings(), state["lm_head.weight"]
     rows = output.weight.detach().cpu()[state["d2t"] + torch.arange(len(weight))]
     return getattr(output, "bias", None) is None and torch.equal(rows.to(weight.dtype), weight)
 
 
 def _check_flags(checkpoint: Checkpoint, config: EagleConfig, eagle_config: dict[str, Any]) -> None:
-    """A norm is there if the config says so, and only then: engines go by the config, and this reads the tensors."""
+    """Refuse a checkpoint whose config and tensors disagree about a norm. We go by the tensors, engines by the config."""
     written = {**checkpoint.config, **eagle_config}
     for keys, name, is_there in (
         (("fc_norm", "use_aux_norm"), "fc_norm.0.weight", config.has_fc_norm),
@@ -219,7 +219,7 @@ def _check_flags(checkpoint: Checkpoint, config: EagleConfig, eagle_config: dict
         flags = [written[key] for key in keys if written.get(key) is not None]
         if flags and any(flags) != is_there:
             raise checkpoint.refuse(
-                f"{keys[0]} is {any(flags)} in the config, and {name} is {'' if is_there else 'not '}there"
+                f"{keys[0]} is {any(flags)} in the config, but {name} is {'there' if is_there else 'missing'}"
             )
 
 

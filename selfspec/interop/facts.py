@@ -1,7 +1,7 @@
-"""Where the dialects of EAGLE checkpoints disagree: one table, read by both directions.
+"""The differences between the dialects of EAGLE checkpoints, in one table for both directions.
 
-Each field is a fact that an engine relies on without a check: a checkpoint that breaks it loads, answers every request, and
-has few of its drafts accepted. Read off vLLM 0.32, SGLang 0.5.23 and speculators 0.9.
+Each field is a fact that an engine assumes without checking. A checkpoint that violates it loads and answers every request,
+but few of its drafts are accepted. The facts are from the code of vLLM 0.32, SGLang 0.5.23 and speculators 0.9.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ class Eagle3Facts:
 
     Attributes:
         architecture, qk_norm_architecture: the class that loads it, without and with norms of queries and keys.
-        layer: what the names of the decoder layer's tensors begin with.
-        counts_outputs: the config numbers layer outputs (i is the hidden state entering layer i + 1); otherwise its
-            numbers are ours, hidden states entering layers.
-        can_read_ends: the first layer's input and the last one's output can be features.
-        needs_embedding: it must bring a copy of the target's embedding, in whose place else is uninitialised memory.
-        default_norm_before_residual: what the config means where it does not say; None where readers disagree.
-        can_norm_before_residual, can_have_attention_bias: what its decoder layer has.
+        layer: the prefix of the names of the decoder layer's tensors.
+        counts_outputs: the config numbers layer outputs (i is the hidden state entering layer i + 1). Otherwise it numbers
+            the hidden states that enter layers, as we do.
+        can_read_ends: the first layer's input and the last layer's output can be features.
+        needs_embedding: it must contain a copy of the target's embedding; without one the engine uses uninitialised memory.
+        default_norm_before_residual: the meaning of a config that does not say; None if readers disagree.
+        can_norm_before_residual, can_have_attention_bias: what its decoder layer supports.
     """
 
     architecture: str
@@ -37,7 +37,7 @@ class Eagle3Facts:
 
 
 EAGLE3 = {
-    # Also what the original repository's own checkpoints are to vLLM.
+    # vLLM also reads the original repository's own checkpoints this way.
     "vllm": Eagle3Facts(
         architecture="LlamaForCausalLMEagle3",
         qk_norm_architecture="Eagle3Qwen3ForCausalLM",
@@ -58,7 +58,7 @@ EAGLE3 = {
         can_read_ends=False,
         needs_embedding=False,
         default_norm_before_residual=False,
-        # SGLang's layer always adds to the plain hidden state, and its query, key and value projections have no bias.
+        # SGLang's layer always adds to the hidden state before the norm. Its query, key and value projections have no bias.
         can_norm_before_residual=False,
         can_have_attention_bias=False,
     ),
@@ -69,7 +69,7 @@ EAGLE3 = {
         counts_outputs=False,
         can_read_ends=True,
         needs_embedding=True,
-        # False to the speculators package, True to vLLM.
+        # The speculators package assumes False, vLLM True.
         default_norm_before_residual=None,
         can_norm_before_residual=True,
         can_have_attention_bias=True,
@@ -79,35 +79,34 @@ EAGLE3 = {
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle1Facts:
-    """One dialect of EAGLE-1 and 2, which share their weights.
+    """One dialect of EAGLE-1 and EAGLE-2, whose weights are the same.
 
     Attributes:
         architecture: the class that loads it.
-        reads_fc_bias: it adds one, and would add uninitialised memory if none were written. Where it reads none, one that
-            is there is dropped without a word.
+        reads_fc_bias: it adds a bias, uninitialised memory if the file has none. Otherwise it silently drops a bias.
     """
 
     architecture: str
     reads_fc_bias: bool
 
 
-# No config may say `"bias": true`, the original key for the bias of fc: both engines allocate attention biases for it.
+# No config may say `"bias": true`, the original key for the bias of fc, because both engines allocate attention biases then.
 EAGLE1 = {
     "vllm": Eagle1Facts(architecture="EagleLlamaForCausalLM", reads_fc_bias=False),
     "sglang": Eagle1Facts(architecture="LlamaForCausalLMEagle", reads_fc_bias=True),
 }
 
-# Targets for which SGLang takes the numbers as ours unless the first of them is 1.
+# Targets for which SGLang counts as we do, unless the first number is 1.
 SGLANG_COUNTS_INPUTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
 
 def default_features(num_layers: int) -> tuple[int, ...]:
-    """What a config means, to every engine, that names no layers: the hidden states entering these."""
+    """The hidden states that every engine reads if the config names no layers, by the layer they enter."""
     return (2, num_layers // 2, num_layers - 3)
 
 
 def features_of(ids: Sequence[int], facts: Eagle3Facts, model_type: str, num_layers: int) -> tuple[int, ...]:
-    """Our numbering of the layer ids in a config."""
+    """Translate the layer ids in a config to our numbering."""
     if not facts.counts_outputs:
         return tuple(ids)
     if model_type in SGLANG_COUNTS_INPUTS and ids[0] != 1:
@@ -118,10 +117,10 @@ def features_of(ids: Sequence[int], facts: Eagle3Facts, model_type: str, num_lay
 
 
 def layer_ids_of(features: Sequence[int], facts: Eagle3Facts, model_type: str, num_layers: int) -> list[int]:
-    """The layer ids to write into a config.
+    """The layer ids to write into a config, from which `features_of` gives these features.
 
     Raises:
-        ValueError: no ids there give these features; the sentence says why.
+        ValueError: no ids give these features; the message says why.
     """
     given = f"feature_layers={tuple(features)}"
     if list(features) != sorted(features):
@@ -130,7 +129,7 @@ def layer_ids_of(features: Sequence[int], facts: Eagle3Facts, model_type: str, n
     ids = next((c for c in candidates if features_of(c, facts, model_type, num_layers) == tuple(features)), None)
     if ids is None:
         raise ValueError(f"{given} cannot be told to it for a {model_type} target")
-    # Of the last layer's output SGLang knows for gpt-oss alone.
+    # SGLang knows the last layer's output for gpt-oss only.
     last = num_layers - (model_type != "gpt_oss")
     if not facts.can_read_ends and not 1 <= min(features) <= max(features) <= last:
         raise ValueError(f"{given} reach beyond those it can read, 1 to {last}")

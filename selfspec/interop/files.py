@@ -1,4 +1,4 @@
-"""A foreign checkpoint's folder: its config, all its tensors, and a look at every one for damage."""
+"""A foreign checkpoint's folder: its config and all its tensors, each checked for damage."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ from selfspec.heads.base import CONFIG_NAME, DraftHead, find_head
 
 UNPICKLE = Path(__file__).with_name("unpickle.py")
 
-# The names under which weights are published. Folders hold other pickles, too: of training arguments, of optimisers.
+# The names under which weights are published. Folders may also hold pickles of training arguments or optimisers.
 SAFE = ("*.safetensors",)
 PICKLES = ("pytorch_model*.bin", "medusa_lm_head.pt")
 
-# Trained weights are neither this large nor, but for a few, this small; memory that nobody wrote to is either.
+# Trained weights are never this large, and only a few are this small. Uninitialised memory often is.
 LARGEST = 1e4
 SMALLEST = 1e-30
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A config and the tensors beside it, by the names they were saved under."""
+    """A config and the tensors in the same folder, by the names under which they were saved."""
 
     source: str
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
 
     def refuse(self, reason: str) -> ValueError:
+        """An error that names the checkpoint, to be raised."""
         return ValueError(f"{self.source}: {reason}")
 
     def renamed(self, aliases: Mapping[str, str]) -> Checkpoint:
-        """The tensors by other names, but for the rotary frequencies, which old versions of transformers saved.
+        """Rename the tensors, and drop the rotary frequencies that old versions of transformers saved.
 
         Args:
-            aliases: patterns at which to replace a name, in this order, and what to put there.
+            aliases: patterns in a name and their replacements, applied in this order.
         """
         tensors: dict[str, torch.Tensor] = {}
         for name, value in self.tensors.items():
@@ -52,7 +53,7 @@ class Checkpoint:
             if ours.endswith("rotary_emb.inv_freq"):
                 continue
             if ours in tensors:
-                raise self.refuse(f"{name} is there under another name, too: leave one of them")
+                raise self.refuse(f"{name} is also there under another name: remove one of them")
             tensors[ours] = value
         return Checkpoint(self.source, self.config, tensors)
 
@@ -62,8 +63,8 @@ class Export:
     """What an engine loads.
 
     Attributes:
-        commands: how to serve it there.
-        weights_name: the file that the engine looks for.
+        commands: commands that serve it there.
+        weights_name: the name of the weights file that the engine looks for.
     """
 
     config: dict[str, Any]
@@ -79,33 +80,33 @@ class Export:
 
 
 def read_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
-    """The checkpoint in a folder or on the Hub.
+    """Read the checkpoint in a folder or on the Hub.
 
     Raises:
-        ValueError: none there, or a file that cannot be read or holds damaged tensors; the sentence names it.
+        ValueError: there is no checkpoint, or a file cannot be read or holds damaged tensors; the message names the file.
     """
     directory = find_head(source, revision, patterns=(CONFIG_NAME, *SAFE, *PICKLES))
     try:
         config = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{source}: {CONFIG_NAME} cannot be read ({error}): it says what the weights are") from error
+        raise ValueError(f"{source}: {CONFIG_NAME} cannot be read ({error}): it must describe the weights") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{source}: {CONFIG_NAME} holds no JSON object")
+        raise ValueError(f"{source}: {CONFIG_NAME} holds no JSON object: fetch the checkpoint again")
     tensors: dict[str, torch.Tensor] = {}
     for path in _weight_files(directory, source):
         for name, value in _load(path).items():
             if name in tensors:
-                raise ValueError(f"{source}: {name} is in {path.name} and in another file: leave one of them")
+                raise ValueError(f"{source}: {name} is in {path.name} and in another file: remove one of them")
             tensors[name] = value
     check_tensors(source, tensors)
     return Checkpoint(source, config, tensors)
 
 
 def check_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise a ValueError that names the tensors which no training leaves behind."""
+    """Raise a ValueError that names the damaged tensors: those that cannot result from training."""
     damaged = [f"{name} {damage}" for name, value in tensors.items() if (damage := _damage(name, value))]
     if damaged:
-        more = f", and {len(damaged) - 3} more are as bad" if len(damaged) > 3 else ""
+        more = f", and {len(damaged) - 3} more are damaged" if len(damaged) > 3 else ""
         raise ValueError(f"{source}: {'; '.join(damaged[:3])}{more}: fetch or export the checkpoint again")
 
 
@@ -116,10 +117,10 @@ def rename(name: str, aliases: Mapping[str, str]) -> str:
 
 
 def fill(head: DraftHead, state: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> DraftHead:
-    """Put the tensors, by our names, into a head of their shapes; each keeps its dtype.
+    """Put the tensors, by our names, into the head. Each keeps its dtype.
 
     Raises:
-        ValueError: tensors that are missing, left over or of another shape; the sentence names all of them.
+        ValueError: tensors are missing, left over or of another shape; the message names all of them.
     """
     own = head.state_dict()
     faults = [f"{name} is missing" for name in own if name not in state]
@@ -134,21 +135,21 @@ def fill(head: DraftHead, state: Mapping[str, torch.Tensor], checkpoint: Checkpo
 
 
 def is_same_weight(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """True where a copy of a weight says the same as ours, in whichever precision is the lower."""
+    """Whether another weight equals ours in the lower of the two precisions; both of any one shape."""
     if ours.shape != theirs.shape:
         return False
     lower = min((ours.dtype, theirs.dtype), key=lambda dtype: torch.finfo(dtype).bits)
-    # float32 that was bfloat16 once is no exact float16, so that equal means equal to a rounding.
+    # Equal up to rounding, because a bfloat16 value stored as float32 may have no exact float16.
     gap = (ours.to(lower).float() - theirs.to(lower).to(ours.device).float()).norm() / ours.float().norm()
     return bool(gap < 1e-3)
 
 
 def _weight_files(directory: Path, source: str) -> list[Path]:
-    """All safetensors, or where there are none all pickles."""
+    """All safetensors files, or all pickles if there are none."""
     for patterns in (SAFE, PICKLES):
         if files := sorted(path for pattern in patterns for path in directory.glob(pattern)):
             return files
-    raise ValueError(f"{source}: there are no weights: no {names([*SAFE, *PICKLES])}")
+    raise ValueError(f"{source}: there are no weights: no {listed([*SAFE, *PICKLES])}")
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:
@@ -166,7 +167,7 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
             raise ValueError(
                 f"{path}: this pickle could not be read as weights alone ({reason}): fetch a checkpoint in safetensors"
             )
-        # Read whole: the folder goes away.
+        # Copy the tensors, because the folder is deleted.
         return {name: value.clone() for name, value in load_file(output).items()}
 
 
@@ -177,7 +178,7 @@ def _damage(name: str, value: torch.Tensor) -> str | None:
     if not bool(magnitude.isfinite().all()):
         return "holds values that are not finite"
     if value.ndim == 1:
-        # A norm that was never trained is all ones, and a bias all zeros: both are what they say.
+        # An untrained norm is all ones and an untrained bias all zeros; neither is damage.
         is_zero_norm = not name.endswith("bias") and not bool(magnitude.any())
         return "is all zeros" if is_zero_norm else _uninitialised(magnitude)
     if not bool(magnitude.any()):
@@ -194,7 +195,7 @@ def _uninitialised(magnitude: torch.Tensor) -> str | None:
     return None
 
 
-def names(values: Iterable[str]) -> str:
-    """`a, b and c`."""
+def listed(values: Iterable[str]) -> str:
+    """Join the values as `a, b and c`."""
     *first, last = values
     return f"{', '.join(first)} and {last}" if first else last

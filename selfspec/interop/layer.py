@@ -1,4 +1,4 @@
-"""EAGLE's decoder layer as engines describe it: the config of a Llama of one layer."""
+"""EAGLE's decoder layer as engines describe it: with the config of a Llama of one layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from selfspec.heads.eagle import ROPE_SCALINGS, Eagle1Config
 from selfspec.interop.files import Checkpoint, is_same_weight
 from selfspec.model.target import Target
 
-# Settings under which an engine computes something else than our layer does, and the values that change nothing.
+# Settings with which an engine's layer differs from ours, and the values with which it does not.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "num_hidden_layers": (1,),
     "hidden_act": ("silu",),
@@ -27,11 +27,11 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def read_layer(config: dict[str, Any], prefix: str, checkpoint: Checkpoint, target: TargetIdentity) -> dict[str, Any]:
-    """The fields of `Eagle1Config` that say what the layer is.
+    """The fields of `Eagle1Config` that describe the layer.
 
     Args:
         config: the part of the checkpoint's config that describes the layer.
-        prefix: what the names of the layer's tensors begin with, in `checkpoint`.
+        prefix: the prefix of the layer's tensors in `checkpoint`.
     """
     for name, plain in PLAIN.items():
         if (value := config.get(name)) is not None and value not in plain:
@@ -39,7 +39,7 @@ def read_layer(config: dict[str, Any], prefix: str, checkpoint: Checkpoint, targ
     hidden_size = config.get("hidden_size", target.hidden_size)
     for name, value in (("hidden_size", hidden_size), ("target_hidden_size", config.get("target_hidden_size"))):
         if value not in (None, target.hidden_size):
-            raise checkpoint.refuse(f"{name} is {value}, and {target.name}'s is {target.hidden_size}: name its own target")
+            raise checkpoint.refuse(f"{name} is {value}, but {target.name}'s is {target.hidden_size}: name its own target")
     for name in ("intermediate_size", "num_attention_heads"):
         if name not in config:
             raise checkpoint.refuse(f"the config does not say {name}")
@@ -62,7 +62,7 @@ def read_layer(config: dict[str, Any], prefix: str, checkpoint: Checkpoint, targ
 
 
 def write_layer(config: Eagle1Config, target: Target, dtype: torch.dtype) -> dict[str, Any]:
-    """The layer's config, in keys that every version of transformers reads."""
+    """The layer's config, with keys that every version of transformers reads."""
     limit = getattr(target.config, "max_position_embeddings", None)
     return {
         "model_type": "qwen3" if config.has_qk_norm else "llama",
@@ -79,7 +79,7 @@ def write_layer(config: Eagle1Config, target: Target, dtype: torch.dtype) -> dic
         "attention_bias": config.has_qkv_bias or config.has_o_bias,
         "mlp_bias": False,
         "vocab_size": config.target.vocab_size,
-        # Drafts stand at the target's positions.
+        # Drafts have the target's positions.
         **({"max_position_embeddings": limit} if limit else {}),
         "tie_word_embeddings": False,
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -87,7 +87,7 @@ def write_layer(config: Eagle1Config, target: Target, dtype: torch.dtype) -> dic
 
 
 def take_embedding(state: dict[str, torch.Tensor], checkpoint: Checkpoint, target: Target) -> None:
-    """Take the copy of the target's embedding out of `state`; an embedding that is no copy is an error."""
+    """Take the copy of the target's embedding [V, E] out of `state`. A different embedding is an error."""
     embedding = state.pop("embed_tokens.weight", None)
     if embedding is not None and not is_same_weight(target.model.get_input_embeddings().weight, embedding):
         raise checkpoint.refuse(
@@ -97,13 +97,13 @@ def take_embedding(state: dict[str, torch.Tensor], checkpoint: Checkpoint, targe
 
 
 def without_zero_biases(checkpoint: Checkpoint) -> Checkpoint:
-    """A bias of zeros is there for an engine that would not do without, and none."""
+    """The checkpoint without biases that are all zeros, which some engines require and which change nothing."""
     tensors = {k: v for k, v in checkpoint.tensors.items() if not k.endswith(".bias") or bool(v.any())}
     return Checkpoint(checkpoint.source, checkpoint.config, tensors)
 
 
 def with_all_biases(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """The weights with zeros for the attention biases that are not there, if any is: engines have all four or none."""
+    """The weights. If some attention biases are there, zeros stand for the others, because engines have all four or none."""
     attention = f"{prefix}self_attn."
     if not any(name.startswith(attention) and name.endswith(".bias") for name in state):
         return state
@@ -116,7 +116,7 @@ def with_all_biases(state: dict[str, torch.Tensor], prefix: str) -> dict[str, to
 
 
 def _read_rope(config: dict[str, Any], checkpoint: Checkpoint) -> tuple[float, dict[str, Any] | None]:
-    """Theta and scaling. transformers 5 keeps both in `rope_parameters`, which then is right where `rope_theta` differs."""
+    """Theta and scaling. transformers 5 keeps both in `rope_parameters`, which wins over a different `rope_theta`."""
     scaling = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     theta = float(scaling.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
     old_kind = scaling.pop("type", None)
@@ -124,7 +124,7 @@ def _read_rope(config: dict[str, Any], checkpoint: Checkpoint) -> tuple[float, d
     if kind in ("default", "mrope"):
         return theta, None
     if kind not in ROPE_SCALINGS:
-        raise checkpoint.refuse(f"rope_type is {kind!r}, and selfspec's EAGLE heads know {', '.join(ROPE_SCALINGS)}")
+        raise checkpoint.refuse(f"rope_type is {kind!r}, but selfspec's EAGLE heads know only {', '.join(ROPE_SCALINGS)}")
     if kind != "linear" and "original_max_position_embeddings" not in scaling:
         raise checkpoint.refuse(f"the config's {kind} scaling does not say original_max_position_embeddings")
     return theta, {"rope_type": kind, **scaling}

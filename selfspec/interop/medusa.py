@@ -1,12 +1,13 @@
 """Medusa checkpoints, in both directions.
 
-The original names are `HEAD.BLOCK.linear.weight` and, behind the L blocks, `HEAD.L.weight` for a private output layer
-(version 1) or nothing for the target's LM head (version 2). vLLM's own names are `blocks.HEAD.layers.BLOCK.weight` and
-`lm_heads.HEAD.weight`. One folder serves both vLLM up to 0.32 and text-generation-inference (TGI):
+The original names are `HEAD.BLOCK.linear.weight` and, after the L blocks, `HEAD.L.weight` for an output layer of the head's
+own (version 1). Without one, the head uses the target's LM head (version 2). vLLM's names are
+`blocks.HEAD.layers.BLOCK.weight` and `lm_heads.HEAD.weight`. One exported folder serves both vLLM up to 0.32 and
+text-generation-inference (TGI):
 
-* vLLM drops biases unless `medusa_fc_bias` is true, has no way to share the target's LM head, and reads any key with "num"
-  and "heads" in it as the number of heads.
-* TGI wants the file to be called `medusa_lm_head.safetensors`, and a config without `architectures`.
+* vLLM drops biases unless `medusa_fc_bias` is true. It cannot share the target's LM head, and reads any key that contains
+  "num" and "heads" as the number of heads.
+* TGI requires the file name `medusa_lm_head.safetensors`, and a config without `architectures`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import torch
 
 from selfspec.heads.base import TargetIdentity
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
-from selfspec.interop.commands import serve
+from selfspec.interop.commands import serve_command
 from selfspec.interop.files import Checkpoint, Export, fill, is_same_weight, rename
 from selfspec.model.target import Target
 
 WEIGHTS_NAME = "medusa_lm_head.safetensors"
 
-# To our names; an output layer keeps its number, because only the number of blocks tells it from one.
+# Patterns for the names of other tools, and our names. `HEAD.L.weight` is an output layer: blocks have `linear` in theirs.
 ALIASES = {
     r"^medusa_heads?\.": "",
     r"^blocks\.(\d+)\.layers\.(\d+)\.": r"heads.\1.\2.linear.",
@@ -41,10 +42,12 @@ def is_medusa(checkpoint: Checkpoint) -> bool:
 
 
 def read_medusa(checkpoint: Checkpoint, target: Target, identity: TargetIdentity) -> MedusaHead:
-    """The heads in a checkpoint of the original repository, TGI or vLLM."""
+    """Read the heads in a checkpoint of the original repository, TGI or vLLM."""
     config = checkpoint.config
     if "token_map" in checkpoint.tensors or config.get("truncated_vocab_size") not in (None, config.get("vocab_size")):
-        raise checkpoint.refuse("it drafts a part of the vocabulary (token_map), which selfspec's Medusa heads don't do")
+        raise checkpoint.refuse(
+            "it drafts a part of the vocabulary (token_map), but selfspec's Medusa heads draft all of it"
+        )
     checkpoint = checkpoint.renamed(ALIASES)
     state = checkpoint.tensors
     places = [tuple(map(int, match.groups())) for name in state if (match := BLOCK.match(name))]
@@ -53,9 +56,9 @@ def read_medusa(checkpoint: Checkpoint, target: Target, identity: TargetIdentity
     counts |= dict.fromkeys(("medusa_num_layers", "num_hidden_layers"), num_blocks)
     for key, count in counts.items():
         if config.get(key, count) != count:
-            raise checkpoint.refuse(f"{key} is {config[key]} in the config, and there are the weights of {count}")
+            raise checkpoint.refuse(f"{key} is {config[key]} in the config, but there are the weights of {count}")
     if not config.get("medusa_fc_bias") and not any(name.endswith(".bias") for name in state):
-        # vLLM's own heads have none by default.
+        # By default vLLM's own heads have no biases.
         for i, j in places:
             state[f"heads.{i}.{j}.linear.bias"] = torch.zeros_like(state[f"heads.{i}.{j}.linear.weight"][:, 0])
     _drop_shared_output(state, checkpoint, target)
@@ -66,11 +69,11 @@ def read_medusa(checkpoint: Checkpoint, target: Target, identity: TargetIdentity
     return head
 
 
-def write_medusa(head: MedusaHead, target: Target, directory: str) -> Export:
-    """A folder that vLLM and TGI both load."""
+def write_medusa(head: MedusaHead, target: Target, dialect: str, directory: str) -> Export:
+    """Write a folder that both vLLM and TGI load, the same for every dialect."""
     config = head.config
     if config.has_root_input:
-        raise ValueError("medusa cannot express this head: it has_root_input, and other engines' heads read no token")
+        raise ValueError("medusa cannot express this head: it has_root_input, but other engines' heads read no token")
     L, M = config.num_blocks, config.num_heads
     tensors: dict[str, torch.Tensor] = {}
     for name, value in head.state_dict().items():
@@ -80,7 +83,7 @@ def write_medusa(head: MedusaHead, target: Target, directory: str) -> Export:
         else:
             tensors[f"{rest.removesuffix('.weight')}.{L}.weight"] = value
     if not config.has_output_layer:
-        # To vLLM the one LM head of all heads. TGI finds no second one, and takes the target's for every head.
+        # vLLM uses it as the LM head of all heads. TGI finds none for the second head, and uses the target's for every head.
         tensors[f"0.{L}.weight"] = (
             target.model.get_output_embeddings().weight.detach().to(next(iter(tensors.values())).dtype)
         )
@@ -95,18 +98,18 @@ def write_medusa(head: MedusaHead, target: Target, directory: str) -> Export:
         "vocab_size": config.target.vocab_size,
         "version": "1" if config.has_output_layer else "2",
     }
-    commands = [f"{serve('vllm', 'medusa', target.name, directory, M)}  # vLLM up to 0.32"]
+    commands = [f"{serve_command('vllm', 'medusa', target.name, directory, M)}  # vLLM up to 0.32"]
     if L == 1 or config.has_output_layer:
         commands.append(f"text-generation-launcher --model-id {shlex.quote(directory)}  # TGI")
     return Export(record, tensors, commands, WEIGHTS_NAME)
 
 
 def _drop_shared_output(state: dict[str, torch.Tensor], checkpoint: Checkpoint, target: Target) -> None:
-    """Where one output layer serves all heads, it must be the target's LM head, which is then not kept."""
+    """If one output layer serves all heads, take it out of `state`. It must equal the target's LM head."""
     if not checkpoint.config.get("original_lm_head"):
         return
     shared = [name for name in ("lm_head.weight", "outputs.0.weight") if name in state]
     if len(shared) != 1:
-        raise checkpoint.refuse("original_lm_head is true, and there is not one LM head: lm_head.weight or 0.L.weight")
+        raise checkpoint.refuse("original_lm_head is true, but there is not just one LM head: lm_head.weight or 0.L.weight")
     if not is_same_weight(target.model.get_output_embeddings().weight, state.pop(shared[0])):
         raise checkpoint.refuse(f"{shared[0]} serves all heads and is not {target.name}'s LM head: name its own target")

@@ -1,7 +1,7 @@
 """Turn a pickled checkpoint into safetensors, in a process of its own: `python -I unpickle.py SOURCE OUTPUT`.
 
-The weights-only unpickler builds tensors and nothing else; this process, which holds no secrets in its environment and
-serves nobody, is the second wall. Nothing here imports selfspec.
+The weights-only unpickler builds only tensors. The process is a second barrier: its environment holds no secrets, and it
+serves no one. Nothing here imports selfspec.
 """
 
 import sys
@@ -14,8 +14,8 @@ def main(source: str, output: str) -> None:
     state = torch.load(source, map_location="cpu", weights_only=True)
     state = state.get("state_dict", state) if isinstance(state, dict) else state
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        sys.exit("it holds something else than named tensors")
-    # Tensors that share memory come out as copies: safetensors refuses the sharing.
+        sys.exit("it holds something other than named tensors")
+    # Copy each tensor, because safetensors refuses tensors that share memory.
     save_file({name: value.detach().clone().contiguous() for name, value in state.items()}, output)
 
 

@@ -1,7 +1,7 @@
-"""Does a head draft what its target says? Acceptance position by position, and that of its nearest misreadings.
+"""Does a head fit its target? Measures acceptance at every position, and also with the head misread in likely ways.
 
-A head whose layers, token map or norms are misread loads and serves without an error; only its drafts are rejected. Each
-convention that checkpoints disagree on is tried the other way: where that accepts more, the head was imported wrongly.
+A head whose layers, token map or norms are misread loads and serves without an error, but its drafts are rejected. So each
+convention on which checkpoints differ is also tried the other way. If more is accepted then, the import was wrong.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from selfspec.model.target import Target
 from selfspec.train.unrolled import unrolled_attention
 
 DEPTH = 4
-# With fewer drafts a position says nothing.
+# With fewer drafts, the rate of a position means nothing.
 MIN_DRAFTS = 20
 AS_IT_IS = "as it is"
 
 
 @dataclass(frozen=True)
 class Serving:
-    """What decoding with the head gave.
+    """The result of decoding with the head.
 
     Attributes:
-        drafted: for each depth, how often a draft there followed accepted ones only.
-        accepted: how often it was accepted.
+        drafted: for each depth, how often there was a draft after accepted drafts only.
+        accepted: for each depth, how often that draft was accepted.
         acceptance_length: tokens emitted per target pass, the bonus token included.
-        chance: share of the answers' most frequent token, which a draft that never changes would have accepted.
+        chance: the share of the answers' most frequent token; a head that always drafts it has this acceptance rate.
     """
 
     drafted: list[int]
@@ -58,10 +58,10 @@ class Serving:
 
 @dataclass(frozen=True)
 class Reading:
-    """The head under some conventions, asked at every token of the answers.
+    """The drafts of the head, read with some conventions, at every token of the answers.
 
     Attributes:
-        hits: [R, DEPTH] whether the draft of each depth is the answer's token, those before it being so.
+        hits: [R, DEPTH] whether the draft of each depth is the answer's token, given the answer's tokens before it.
     """
 
     name: str
@@ -73,32 +73,37 @@ class Reading:
         return self.hits.int().cumprod(1).sum(1).double()
 
     def is_better_than(self, other: Reading) -> bool:
-        """By more than chance brings about, and by enough to matter."""
+        """Whether its drafts are longer than the other's by more than chance explains, and by enough to matter."""
         gain = self.lengths - other.lengths
         is_certain = float(gain.mean()) > 2.5 * float(gain.std()) / math.sqrt(len(gain))
         return is_certain and float(gain.mean()) > 0.02 * (1 + float(other.lengths.mean()))
 
 
 @dataclass(frozen=True)
-class Report:
-    """Serving, the head's readings (as it is first; none where no convention is open), and what is wrong, if anything."""
+class HeadReport:
+    """What `verify_head` found.
+
+    Attributes:
+        readings: the head as it is, then its misreadings; empty if it has no convention that could be misread.
+        problem: what is wrong, in one sentence; None if the head fits.
+    """
 
     serving: Serving
     readings: list[Reading]
     problem: str | None
 
 
-def verify_head(head: DraftHead, target: Target, prompts: Sequence[Prompt], *, max_new_tokens: int = 64) -> Report:
+def verify_head(head: DraftHead, target: Target, prompts: Sequence[Prompt], *, max_new_tokens: int = 64) -> HeadReport:
     """Check a head against its target, then let it draft the target's greedy answers to some prompts.
 
     Raises:
-        ValueError: the head is another target's, or a weight is damaged.
+        ValueError: the head was trained for another target, or a weight is damaged.
     """
     head.config.target.check(identity(target))
     check_tensors(f"the {head.config.head_type} head", head.state_dict())
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     prompt_ids = [encode(target, prompt, i) for i, prompt in enumerate(prompts)]
-    serving, answers = serve(head, target, prompt_ids, sampling)
+    serving, answers = serving_of(head, target, prompt_ids, sampling)
     heads = {AS_IT_IS: copy.deepcopy(head).to(target.device, target.dtype)}
     heads |= misreadings(heads[AS_IT_IS])
     readings = []
@@ -106,14 +111,14 @@ def verify_head(head: DraftHead, target: Target, prompts: Sequence[Prompt], *, m
         features = sorted({k for each in heads.values() for k in each.features})
         texts = [Text.of(*text, features, target) for text in zip(prompt_ids, answers, strict=True)]
         readings = [Reading(name, hits(each, target, texts)) for name, each in heads.items()]
-    return Report(serving, readings, _problem(serving, readings))
+    return HeadReport(serving, readings, _problem(serving, readings))
 
 
-def serve(
+def serving_of(
     head: DraftHead, target: Target, prompts: Sequence[list[int]], sampling: SamplingParams
 ) -> tuple[Serving, list[list[int]]]:
-    """Decode with chains of drafts; also returns the answers."""
-    # A copy: drafters lay a head's weights out anew.
+    """Decode with chains of drafts. Also returns the answers."""
+    # A copy, because drafters change the layout of a head's weights.
     drafter = drafter_of(copy.deepcopy(head), target, width=1, num_nodes=DEPTH + 1, num_draft_tokens=DEPTH)
     requests = [Request(prompt, sampling, index) for index, prompt in enumerate(prompts)]
     answers: list[list[int]] = [[] for _ in prompts]
@@ -134,11 +139,11 @@ def serve(
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt with its answer, as the target saw it.
+    """A prompt with its answer, and what the target computes for it.
 
     Attributes:
         ids, positions: [1, L].
-        roots: [R] the places from the prompt's last token on that have a feature before them and DEPTH tokens behind them.
+        roots: [R] the positions from the prompt's last token on, with at least one token before and DEPTH tokens after them.
         states: the target's hidden states, each [1, L, E].
     """
 
@@ -157,7 +162,7 @@ class Text:
 
 @torch.inference_mode()
 def hits(head: DraftHead, target: Target, texts: Sequence[Text]) -> torch.Tensor:
-    """[R, DEPTH] whether the head's drafts are the texts' tokens, for every root in them."""
+    """[R, DEPTH] whether the head's drafts are the texts' tokens, for every root in all texts."""
     rows = []
     for text in texts:
         drafts = _drafts(head, target, text)
@@ -167,10 +172,10 @@ def hits(head: DraftHead, target: Target, texts: Sequence[Text]) -> torch.Tensor
 
 
 def _drafts(head: DraftHead, target: Target, text: Text) -> torch.Tensor:
-    """[R, DEPTH or the head's own] tokens drafted from each root, every depth given the text's own tokens before it."""
+    """[R, DEPTH or the head's own depth] tokens drafted from each root, at each depth after the text's own tokens."""
     embed, lm_head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
     features = [text.states[k] for k in head.features]
-    # The root's feature is that of the token before it.
+    # A draft from a root reads the feature of the token before the root.
     before = text.roots - 1
     if isinstance(head, MedusaHead):
         logits = head(features[0][0, before], embed(text.ids[0, text.roots]), lm_head, min(DEPTH, head.config.num_heads))
@@ -185,29 +190,34 @@ def _drafts(head: DraftHead, target: Target, text: Text) -> torch.Tensor:
 
 
 def misreadings(head: DraftHead) -> dict[str, DraftHead]:
-    """The head with one convention the other way, by what that is called; the weights are shared."""
-    others: dict[str, DraftHead] = {}
+    """Copies of the head, each with one convention the other way, by a name for it. They share the weights."""
     if isinstance(head, EagleHead):
-        config, last = head.config, head.config.target.num_layers
-        for name, shift in (("lower", -1), ("higher", 1)):
-            features = tuple(k + shift for k in config.feature_layers)
-            if 0 <= min(features) and max(features) <= last:
-                others[f"feature layers one {name}: {','.join(map(str, features))}"] = _twin(head, feature_layers=features)
-        others["norm_before_residual the other way"] = _twin(head, norm_before_residual=not config.norm_before_residual)
-        others["the other of normed and plain output fed back"] = _twin(head, feeds_normed=not config.feeds_normed)
-        counting = torch.arange(len(head.d2t), device=head.d2t.device)
-        for name, ids in (("left out", counting), ("taken for target ids", head.d2t)):
-            is_map = int(ids.min()) >= 0 and int(ids.max()) < config.target.vocab_size and len(ids.unique()) == len(ids)
-            if is_map and not torch.equal(ids, head.draft_ids):
-                others[f"d2t {name}"] = _twin(head, {"d2t": ids - counting})
-    elif isinstance(head, Eagle1Head):
+        return _eagle3_misreadings(head)
+    if isinstance(head, Eagle1Head):
         embedded, hidden = head.fc.weight.chunk(2, dim=1)
-        others["fc with the hidden state first"] = _twin(head, {"fc.weight": torch.cat([hidden, embedded], dim=1)})
-    elif isinstance(head, MedusaHead) and head.config.num_heads > 1:
+        return {"fc with the hidden state first": _twin(head, {"fc.weight": torch.cat([hidden, embedded], dim=1)})}
+    if isinstance(head, MedusaHead) and head.config.num_heads > 1:
         later = copy.deepcopy(head)
         later.config = replace(head.config, num_heads=head.config.num_heads - 1)
         later.heads, later.outputs = head.heads[1:], head.outputs[1:]
-        others["heads one position on: the first repeats the LM head"] = later
+        return {"heads one position on: the first repeats the LM head": later}
+    return {}
+
+
+def _eagle3_misreadings(head: EagleHead) -> dict[str, DraftHead]:
+    config, last = head.config, head.config.target.num_layers
+    others: dict[str, DraftHead] = {}
+    for name, shift in (("lower", -1), ("higher", 1)):
+        features = tuple(k + shift for k in config.feature_layers)
+        if 0 <= min(features) and max(features) <= last:
+            others[f"feature layers one {name}: {','.join(map(str, features))}"] = _twin(head, feature_layers=features)
+    others["norm_before_residual the other way"] = _twin(head, norm_before_residual=not config.norm_before_residual)
+    others["the other of normed and plain output fed back"] = _twin(head, feeds_normed=not config.feeds_normed)
+    counting = torch.arange(len(head.d2t), device=head.d2t.device)
+    for name, ids in (("left out", counting), ("taken for target ids", head.d2t)):
+        is_map = int(ids.min()) >= 0 and int(ids.max()) < config.target.vocab_size and len(ids.unique()) == len(ids)
+        if is_map and not torch.equal(ids, head.draft_ids):
+            others[f"d2t {name}"] = _twin(head, {"d2t": ids - counting})
     return others
 
 
@@ -219,7 +229,7 @@ def _twin(head: EagleHead | Eagle1Head, weights: dict[str, torch.Tensor] | None 
 
 def _problem(serving: Serving, readings: list[Reading]) -> str | None:
     if serving.drafted[0] < MIN_DRAFTS:
-        return f"only {serving.drafted[0]} drafts were made, which says nothing: give more prompts or longer answers"
+        return f"only {serving.drafted[0]} drafts were made, too few to judge the head: give more prompts or longer answers"
     if readings:
         own, *others = readings
         best = max(others, key=lambda reading: float(reading.lengths.mean()))
@@ -228,12 +238,12 @@ def _problem(serving: Serving, readings: list[Reading]) -> str | None:
                 f"the head drafts better when it is read another way ({best.name}: {1 + best.lengths.mean():.2f} tokens per "
                 f"target pass, not {1 + own.lengths.mean():.2f}): import it again with that convention"
             )
-    # Deeper positions see few drafts, and are held to the mere rate.
+    # Deeper positions have few drafts, so only the first must exceed chance by a margin.
     margin = 2 * math.sqrt(serving.chance * (1 - serving.chance) / serving.drafted[0])
     for depth, (rate, count) in enumerate(zip(serving.rates, serving.drafted, strict=True), start=1):
         if count >= MIN_DRAFTS and rate <= serving.chance + (margin if depth == 1 else 0.0):
             return (
                 f"position {depth} has {rate:.0%} of its drafts accepted, no more than the answers' most frequent token "
-                f"would have ({serving.chance:.0%}): the head was not trained for this target, or means something else"
+                f"would have ({serving.chance:.0%}): the head was not trained for this target, or was not read correctly"
             )
     return None

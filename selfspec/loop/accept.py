@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from selfspec.kernels.jit import is_compiled_for
 from selfspec.kernels.row_argmax import row_argmax
 from selfspec.kernels.tree_accept import tree_accept
 from selfspec.loop.sampling import Stream
@@ -54,8 +55,8 @@ def accept(tree: CandidateTree, logits: torch.Tensor, sampler: Sampler) -> Accep
     """
     if not tree.is_deterministic:
         return accept_sampled(tree, logits, sampler)
-    # On the CPU, filters cost less along a walk than at every node.
-    if sampler.is_plain or (sampler.is_pathless and not logits.is_cpu):
+    # Without a kernel, filters cost less along a walk than at every node.
+    if sampler.is_plain or (sampler.is_pathless and is_compiled_for(logits)):
         return accept_all_nodes(tree, logits, None if sampler.is_greedy else sampler.laws)
     return accept_deterministic(tree, logits, sampler)
 
@@ -145,8 +146,8 @@ class _Walk:
         self.path.append(torch.where(self.is_alive, self.node, -1))
 
     def is_over(self) -> bool:
-        """True when no row can go on. Asked on CPU only: elsewhere it would wait for the device."""
-        return self.is_alive.device.type == "cpu" and not bool(self.is_alive.any())
+        """True when no row can go on. Where kernels run nobody asks, because the answer would wait for the device."""
+        return not is_compiled_for(self.is_alive) and not bool(self.is_alive.any())
 
     def acceptance(self) -> Acceptance:
         filler = torch.full_like(self.node, -1)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from collections.abc import Sequence as Sequence_
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,31 +14,82 @@ from selfspec.loop.planner import Planner
 from selfspec.tree import CandidateTree, chain
 
 if TYPE_CHECKING:
+    from selfspec.cache.kv import Places
     from selfspec.loop.accept import Acceptance
-    from selfspec.loop.sequence import Batch, Sequence
-    from selfspec.model.target import Target, Verification
+    from selfspec.loop.batch import Batch
+    from selfspec.loop.sequence import Sequence
+    from selfspec.model.target import Verification
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a drafter proposes in one step.
+
+    Attributes:
+        tree: one tree a row.
+        is_typical: false where the proposal first worked off a backlog or set something up, so its time says nothing about
+            the next one.
+        verify: how to verify the tree where drafting has run a part of the target's pass already: (tree, places) to the
+            target's logits and features. None for a whole pass.
+        paused: rows that could not be drafted for, because their texts have outgrown the drafter's context.
+        state: anything that `commit` needs to know of the proposal.
+    """
+
+    tree: CandidateTree
+    is_typical: bool = True
+    verify: Callable[[CandidateTree, Places], Verification] | None = None
+    paused: tuple[int, ...] = ()
+    state: Any = None
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """How large a drafter's trees are when nothing limits them.
+
+    Attributes:
+        num_draft_tokens: their depth; 0 for as deep as the head goes.
+        num_nodes: most nodes, root included; 0 where trees are chains.
+        width: nodes expanded at each depth.
+    """
+
+    num_draft_tokens: int
+    num_nodes: int = 0
+    width: int = 1
+
+
+@dataclass(frozen=True)
+class DefaultShape:
+    """The default `DraftShape` of a kind of drafter.
+
+    On a CPU a pass over more than six nodes costs noticeably more than one over one, so trees are smaller there.
+    """
+
+    cpu: DraftShape
+    gpu: DraftShape
+
+    def on(self, device: torch.device | str) -> DraftShape:
+        return self.cpu if torch.device(device).type == "cpu" else self.gpu
 
 
 class Drafter(ABC):
     """Proposes trees and follows what became of them.
+
+    The loop calls, of each sequence, `admit` once, then `propose` and `commit` once a step, and `retire` once. All calls of
+    one drafter come from one thread at a time.
 
     Attributes:
         name: as written on the command line.
         num_draft_tokens: how deep it drafts when nothing limits it.
         num_nodes: most nodes of its trees, root included; 0 where they are chains.
         features: hidden states of the target that it wants of every committed token (see `selfspec.model.target`).
-        verifies_itself: its `verify` is its own.
-        was_behind: its last proposal also entered what steps without drafts had left, so that its cost is no other's.
         is_costly: drafting takes a noticeable part of a target pass, so the planner decides before it, not only after.
     """
 
     name: str = ""
     num_draft_tokens: int = 0
     num_nodes: int = 0
-    features: Sequence_[int] = ()
+    features: tuple[int, ...] = ()
     is_costly: bool = False
-    verifies_itself: bool = False
-    was_behind: bool = False
 
     @cached_property
     def planner(self) -> Planner:
@@ -51,20 +102,29 @@ class Drafter(ABC):
         """A prompt was prefilled; `features` are those of all its tokens but the last, each [1, T, E]."""
 
     @abstractmethod
-    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
         """A tree for every row, at most `num_draft_tokens` deep (0: the roots alone)."""
 
-    def verify(self, target: Target, batch: Batch, tree: CandidateTree) -> Verification:
-        """The target's pass over the tree; a drafter that ran a part of it already goes on from there."""
-        return target.verify(tree, batch.rows, batch.cache, features=self.features)
-
     def commit(  # noqa: B027
-        self, batch: Batch, tree: CandidateTree, acceptance: Acceptance, features: Mapping[int, torch.Tensor]
+        self,
+        batch: Batch,
+        proposal: Proposal,
+        acceptance: Acceptance,
+        features: Mapping[int, torch.Tensor],
+        num_new: list[int],
     ) -> None:
-        """The step's outcome: `features` are those along the accepted path, each [B, K + 1, E], garbage past its end.
+        """The step's outcome; the rows' prefixes in the target's cache have grown by it already.
 
-        A drafter that keeps some of them for longer than the step makes a copy.
+        Args:
+            proposal: with the tree that was verified, which may be smaller than the one proposed.
+            features: along the accepted path, each [B, K + 1, E]; past its end they are garbage. A drafter that keeps some
+                of them for longer than the step makes a copy.
+            num_new: of each row, by how many tokens its prefix grew: the root and the accepted drafts.
         """
+
+    def forget(self) -> None:
+        """Unlearn what was accepted so far."""
+        self.planner.forget()
 
     def retire(self, sequence: Sequence) -> None:  # noqa: B027
         """A sequence ended or was cancelled: drop its state. Called once for every admitted sequence."""
@@ -75,5 +135,5 @@ class NoDrafter(Drafter):
 
     name = "none"
 
-    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
-        return chain(batch.roots)
+    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
+        return Proposal(chain(batch.roots))

@@ -17,16 +17,25 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 
 from selfspec.tree import CandidateTree
 
-if TYPE_CHECKING:
-    from selfspec.loop.drafter import Drafter
-    from selfspec.loop.sequence import Batch
+
+@dataclass(frozen=True)
+class Ask:
+    """What the planner asks of one step.
+
+    Attributes:
+        depth: how deep to draft; 0 for the roots alone.
+        is_probe: the step is to measure a size larger than the one that seems to pay.
+    """
+
+    depth: int
+    is_probe: bool = False
 
 
 class Planner:
@@ -51,9 +60,6 @@ class Planner:
     FADE = 0.98
     PRIOR = 4.0
 
-    # So many nodes of a batch cost a GPU hardly more than one, and less than reading their scores back.
-    FREE_NODES = 64
-
     def __init__(self, *, is_active: bool = True) -> None:
         self.is_active = is_active
         # By rows and nodes: the last timings of a pass, and their median.
@@ -69,8 +75,6 @@ class Planner:
         # By depth: how many nodes were verified when it was drafted.
         self._sizes: dict[int, deque[int]] = {}
         self._steps = 0
-        self._is_probe = False
-        self._asked = 0
         # Steps since drafting last paid, and how many of them pass before a probe.
         self._num_idle = 0
         self._pause = self.PROBE_EVERY
@@ -81,44 +85,47 @@ class Planner:
             counts.clear()
         self._num_idle, self._pause = 0, self.PROBE_EVERY
 
-    def num_draft_tokens(self, drafter: Drafter, batch: Batch) -> int:
-        """How deep the drafter should go in this step."""
-        limit = min(drafter.num_draft_tokens, max(sequence.max_depth for sequence in batch.sequences))
-        self._asked = max(limit, 0)
-        if not self.is_active or limit <= 0:
-            return self._asked
-        self._steps += 1
-        self._is_probe = self._steps % self.PROBE_EVERY == self.PROBE_EVERY // 2
-        if self._steps % self.PROBE_EVERY == 2:
-            self._asked = 0
-        elif drafter.is_costly:
-            self._asked = min(self._depth(limit, len(batch)), limit)
-        return self._asked
+    def ask(self, limit: int, num_rows: int, *, is_costly: bool) -> Ask:
+        """How deep the drafter should go in this step.
 
-    def _depth(self, limit: int, num_rows: int) -> int:
+        Args:
+            limit: the deepest draft of any use.
+            num_rows: rows of the batch.
+            is_costly: drafting takes a noticeable part of a pass, so a draft that does not pay is not begun.
+        """
+        if not self.is_active or limit <= 0:
+            return Ask(max(limit, 0))
+        self._steps += 1
+        is_probe = self._steps % self.PROBE_EVERY == self.PROBE_EVERY // 2
+        if self._steps % self.PROBE_EVERY == 2:
+            return Ask(0)
+        return self._best(limit, num_rows, is_probe=is_probe) if is_costly else Ask(limit, is_probe)
+
+    def _best(self, limit: int, num_rows: int, *, is_probe: bool) -> Ask:
         """The best depth, or a probe's."""
         verify, draft = self._verify_seconds(num_rows), self._draft_seconds(num_rows)
         rates = [self._rate_of_chain(depth, verify, draft) for depth in range(limit + 1)]
         best = max(range(limit + 1), key=rates.__getitem__)
         if best > 0:
             self._num_idle, self._pause = 0, self.PROBE_EVERY
-            return best + 2 if self._is_probe else best
+            return Ask(min(best + 2, limit), is_probe=True) if is_probe else Ask(best)
         self._num_idle += 1
-        self._is_probe = self._num_idle > self._pause
-        if not self._is_probe:
-            return 0
+        if self._num_idle <= self._pause:
+            return Ask(0)
         if self._num_idle == self._pause + 1:
             self._trials, self._hits = ([count / 2 for count in counts] for counts in (self._trials, self._hits))
         if self._num_idle == self._pause + self.PROBE_STEPS:
             self._num_idle, self._pause = 0, min(2 * self._pause, self.MAX_PAUSE)
-        return 2
+        return Ask(min(2, limit), is_probe=True)
 
-    def prune(self, tree: CandidateTree) -> CandidateTree:
-        """Drop the nodes that cost more than they promise."""
-        if not self.is_active or tree.scores is None or not tree.is_deterministic or tree.num_nodes == 1:
-            return tree
+    def prune(self, tree: CandidateTree, ask: Ask, *, free_nodes: int = 1) -> CandidateTree:
+        """Drop the nodes that cost more than they promise.
+
+        Args:
+            free_nodes: a batch with no more nodes than this is left alone, because a pass takes them at hardly any cost.
+        """
         B, N = tree.tokens.shape
-        if tree.tokens.is_cuda and B * N <= self.FREE_NODES:
+        if not self.is_active or tree.scores is None or not tree.is_deterministic or N == 1 or B * N <= free_nodes:
             return tree
         corrections = torch.tensor([1.0, *(self._correction(depth) for depth in range(tree.max_depth))])
         chances = (tree.scores.exp() * corrections.to(tree.scores.device)[tree.depths]).clamp(max=1.0)
@@ -128,7 +135,7 @@ class Planner:
         seconds = self._verify_seconds(B)
         rates = [(B + gain) / seconds(size) for size, gain in enumerate([0.0, *gains], start=1)]
         best = max(range(N), key=rates.__getitem__)
-        return tree.prune(1 + (best + 2 if self._is_probe else best))
+        return tree.prune(1 + (best + 2 if ask.is_probe else best))
 
     @staticmethod
     def measure(tree: CandidateTree) -> torch.Tensor:
@@ -143,6 +150,7 @@ class Planner:
 
     def observe(
         self,
+        ask: Ask,
         tree: CandidateTree,
         facts: list[list[float]],
         num_accepted: list[int],
@@ -152,9 +160,10 @@ class Planner:
         """A step's cost and outcome.
 
         Args:
+            ask: what was asked of the step.
             facts: what `measure` gave, row by row.
             num_accepted: of each row.
-            draft_seconds, verify_seconds: None where they are no other step's: a graph was captured, prompts were entered.
+            draft_seconds, verify_seconds: None for a step that is not typical (a capture, or prompts in the same round).
         """
         if not self.is_active:
             return
@@ -164,7 +173,7 @@ class Planner:
             timings.append(verify_seconds)
             self._seconds[B, N] = median(timings)
         # A pruned tree may be lower than what was drafted.
-        depth = max(self._asked, tree.max_depth)
+        depth = max(ask.depth, tree.max_depth)
         if draft_seconds is not None and tree.max_depth > 0:
             by_depth = self._draft.setdefault(_power_of_two(B), {})
             by_depth.setdefault(depth, deque(maxlen=self.MEMORY)).append(draft_seconds)

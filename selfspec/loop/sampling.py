@@ -24,6 +24,7 @@ from transformers.generation.logits_process import (
 )
 
 from selfspec.config import SamplingParams
+from selfspec.kernels.jit import is_compiled_for
 from selfspec.kernels.noise import Stream, gumbel, uniform
 from selfspec.kernels.row_argmax import row_argmax
 from selfspec.kernels.row_sample import row_sample
@@ -115,7 +116,7 @@ class Sampler:
 
     def choose(self, logits: torch.Tensor, depth: int, stream: Stream = Stream.TARGET) -> torch.Tensor:
         """The token after the node at `depth` of each row's walk: [B] from logits [B, V]."""
-        if stream == Stream.TARGET and (self.is_plain or not logits.is_cpu):
+        if stream == Stream.TARGET and (self.is_plain or is_compiled_for(logits)):
             if not self.is_pathless:
                 logits = self._follow_paths(logits.float(), depth)
             if self.is_greedy:
@@ -154,7 +155,13 @@ class Sampler:
         begins, ends = self.num_prompt_tokens.tolist(), (self.num_tokens + depth).tolist()
         for row, grammar in self._grammars:
             path = self.history[row, begins[row] : ends[row]].tolist()
-            logits[row].masked_fill_(~grammar.allowed(path).to(logits.device), -torch.inf)
+            try:
+                allowed = grammar.allowed(path)
+            except Exception as error:
+                # The row ends with this, alone; what it would choose does not matter any more.
+                grammar.problem = grammar.problem or f"the grammar failed: {type(error).__name__}: {error}"
+                continue
+            logits[row].masked_fill_(~allowed.to(logits.device), -torch.inf)
         return logits
 
     def draw(self, processed: torch.Tensor, depth: int, stream: Stream) -> torch.Tensor:
@@ -170,7 +177,7 @@ class Sampler:
         return uniform(self.keys, self.num_tokens + depth, stream, 1)[:, 0]
 
     def record(self, tokens: torch.Tensor, depth: int) -> None:
-        """Put a walk's tokens [B] behind the committed history, so that deeper nodes see their own path."""
+        """Append a walk's tokens [B] to the committed history, because deeper nodes choose by their own path."""
         self.history.scatter_(1, (self.num_tokens + depth)[:, None], tokens[:, None])
 
 

@@ -1,26 +1,26 @@
-"""One prompt on its way to an answer, and the batch of those that decode together.
+"""One prompt on its way to an answer: what was asked, what was emitted, why it ended, what it cost.
 
-`Sequence` is the host's view: what was emitted, why it ended, what it cost. `Batch` adds the tensors that a step needs of
-all rows. Invariant: a row's committed prefix in the cache is all its tokens but the last, which is the next tree's root.
+Invariant: a row's committed prefix in the cache is all its tokens but the last, which is the next tree's root.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
+from numbers import Integral
+from typing import TYPE_CHECKING
 
-import torch
-
-from selfspec.cache.kv import CacheRow, KVCache
+from selfspec.cache.blocks import CacheRow
 from selfspec.config import SamplingParams
 from selfspec.kernels.noise import sample_key
-from selfspec.loop.accept import Acceptance
-from selfspec.loop.sampling import Grammar, Sampler
+from selfspec.loop.sampling import Grammar
 from selfspec.loop.text import TextStream
-from selfspec.model.target import Target
-from selfspec.tree import CandidateTree
+
+if TYPE_CHECKING:
+    from selfspec.model.target import Target
 
 
 @dataclass(frozen=True)
@@ -28,25 +28,111 @@ class Request:
     """A tokenised prompt with its settings. `index` and `sample_index` say where its answer belongs.
 
     Attributes:
-        num_top_logprobs: how many of the likeliest tokens to report beside each emitted one, where `logprobs` are asked for.
+        num_top_logprobs: how many of the likeliest tokens to report with each emitted one, where `logprobs` are asked for.
         begin_grammar: begins the grammar that the answer must follow; None for any text.
     """
 
-    prompt_ids: list[int]
-    sampling: SamplingParams
+    # Errors and logs may show a request, and must not show what it says.
+    prompt_ids: list[int] = field(repr=False)
+    sampling: SamplingParams = field(repr=False)
     index: int = 0
     sample_index: int = 0
     num_top_logprobs: int = 0
     begin_grammar: Callable[[], Grammar] | None = None
 
 
-@dataclass(eq=False)
+def check_prompt(target: Target, prompt_ids: Sequence_[int], *, name: str = "the prompt") -> None:
+    """Refuse token ids that are none, that the target does not know, or that leave no room for an answer.
+
+    Raises:
+        ValueError: one sentence that begins with `name`.
+    """
+    if not len(prompt_ids):
+        raise ValueError(f"{name} is empty: give it at least one token")
+    odd = next((token for token in prompt_ids if not isinstance(token, Integral) or isinstance(token, bool)), None)
+    if odd is not None:
+        raise ValueError(f"{name} has {odd!r} among its token ids: give whole numbers")
+    _check_known(target, name, prompt_ids)
+    if len(prompt_ids) >= target.context_length:
+        raise ValueError(
+            f"{name} has {len(prompt_ids)} tokens, and {target.name} takes {target.context_length} with its answer: "
+            "shorten the prompt"
+        )
+
+
+def check_sampling(target: Target, sampling: SamplingParams) -> None:
+    """Refuse settings that name tokens the target does not have, or text where there is no tokenizer.
+
+    Raises:
+        ValueError: one sentence that names the setting.
+    """
+    _check_known(target, "stop_token_ids", sampling.stop_token_ids)
+    _check_known(target, "logit_bias", sampling.logit_bias)
+    if sampling.stop and target.tokenizer is None:
+        raise ValueError(f"stop={tuple(sampling.stop)!r} needs a tokenizer, and this target has none: use stop_token_ids")
+
+
+def _check_known(target: Target, name: str, token_ids: Iterable[int]) -> None:
+    known = target.config.vocab_size
+    worst = next((token for token in token_ids if not 0 <= token < known), None)
+    if worst is not None:
+        raise ValueError(f"{name} has token id {worst}: {target.name} knows ids 0 to {known - 1}")
+
+
+def check_request(target: Target, request: Request, *, cache_tokens: int | None = None) -> None:
+    """Refuse a request that could never be served, whoever takes it.
+
+    Args:
+        cache_tokens: the most tokens that the KV cache holds; None for no limit.
+
+    Raises:
+        ValueError: one sentence that names the field and says what to do.
+    """
+    check_prompt(target, request.prompt_ids)
+    check_sampling(target, request.sampling)
+    num_tokens = len(request.prompt_ids)
+    if cache_tokens is not None and num_tokens >= cache_tokens:
+        raise ValueError(
+            f"the prompt has {num_tokens} tokens, and the cache holds {cache_tokens} with its answer: shorten the prompt, "
+            "or raise the cache's max_tokens (a server's cache_tokens)"
+        )
+    if not 0 <= request.num_top_logprobs <= target.vocab_size:
+        raise ValueError(f"num_top_logprobs={request.num_top_logprobs} is not allowed: use 0 to {target.vocab_size}")
+
+
+def open_sequence(target: Target, request: Request, row: CacheRow, *, cache_tokens: int | None = None) -> Sequence:
+    """A request that is about to be decoded into an empty cache row.
+
+    Raises:
+        ValueError: it could never be served (see `check_request`), or its grammar cannot begin.
+    """
+    check_request(target, request, cache_tokens=cache_tokens)
+    sampling = request.sampling
+    room = min(target.context_length, cache_tokens or target.context_length) - len(request.prompt_ids)
+    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+    ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(target.eos_token_ids))
+    return Sequence(
+        request=request,
+        row=row,
+        text_stream=TextStream(target.tokenizer, sampling.stop),
+        key=sample_key(seed, request.sample_index),
+        max_tokens=min(sampling.max_new_tokens, room),
+        eos_token_ids=frozenset(ends),
+        grammar=request.begin_grammar() if request.begin_grammar is not None else None,
+    )
+
+
+@dataclass(eq=False, repr=False)
 class Sequence:
     """A request being decoded.
 
-    Counters cover what was emitted: draft tokens accepted behind a stop are not counted as accepted. `num_paused_passes`
-    counts the passes for which the drafter could not draft, because the text had outgrown its context. `started` is the
-    time of admission, `num_reused_tokens` the part of the prompt whose KV was there already.
+    Attributes:
+        num_target_passes, num_draft_tokens, num_accepted_tokens: of what was emitted; drafts that were accepted after a stop
+            do not count.
+        num_paused_passes: passes without drafts because the text had outgrown the drafter's context.
+        num_reused_tokens: the part of the prompt whose KV was in the cache already.
+        created, started: when it was submitted and admitted.
+        is_suspect: it was in a batch whose step failed, so it decodes alone from now on.
     """
 
     request: Request
@@ -70,6 +156,7 @@ class Sequence:
     started: float = 0.0
     prefill_seconds: float = 0.0
     seconds: float = 0.0
+    is_suspect: bool = False
 
     @property
     def sampling(self) -> SamplingParams:
@@ -124,234 +211,3 @@ class Emission:
     tokens: list[int]
     num_drafted: int
     num_accepted: int
-
-
-class Batch:
-    """The sequences decoding now, and their tensors. Rows come and go between steps; `sampler` follows.
-
-    What is emitted reaches the tensors when someone asks for them: of greedy decoding nobody does, and no step waits.
-    """
-
-    def __init__(self, target: Target, cache: KVCache) -> None:
-        self.target = target
-        self.cache = cache
-        self.device = target.device
-        self.sequences: list[Sequence] = []
-        self._history = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
-        self._num_tokens = torch.zeros(0, dtype=torch.int64, device=self.device)
-        self._sampler: Sampler
-        self._is_stale = False
-        # The steps that the tensors don't know of; None where they are too many to be worth keeping.
-        self._missing: list[Acceptance] | None = []
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    @property
-    def rows(self) -> list[CacheRow]:
-        return [sequence.row for sequence in self.sequences]
-
-    @property
-    def history(self) -> torch.Tensor:
-        """[B, C] int64, prompt and output of each row, with room for a walk behind the end."""
-        self._catch_up()
-        return self._history
-
-    @property
-    def num_tokens(self) -> torch.Tensor:
-        """[B] int64, the same numbers as the sequences' `num_tokens`."""
-        self._catch_up()
-        return self._num_tokens
-
-    @property
-    def sampler(self) -> Sampler:
-        """The present rows'. It reads and writes `history`."""
-        self._catch_up()
-        return self._sampler
-
-    @property
-    def is_greedy(self) -> bool:
-        return self._sampler.is_greedy
-
-    @property
-    def is_pathless(self) -> bool:
-        """No row's choice depends on a path, as `Sampler` has it."""
-        return self._sampler.is_pathless
-
-    @property
-    def roots(self) -> torch.Tensor:
-        """[B] the last token of each row."""
-        last = [(sequence.token_ids or sequence.request.prompt_ids)[-1] for sequence in self.sequences]
-        return torch.tensor(last).to(self.device, non_blocking=True)
-
-    @property
-    def max_depths(self) -> torch.Tensor:
-        """[B] how deep a draft of each row may go."""
-        return torch.tensor([sequence.max_depth for sequence in self.sequences]).to(self.device)
-
-    def open(self, request: Request) -> Sequence:
-        """A sequence with an empty cache row, not part of the batch yet.
-
-        Raises:
-            MemoryError: the prompt leaves no room in the cache, were it alone there.
-        """
-        sampling = request.sampling
-        target = self.target
-        room = target.context_length - len(request.prompt_ids)
-        if self.cache.max_tokens is not None:
-            room = min(room, self.cache.max_tokens - len(request.prompt_ids))
-        if room < 1:
-            raise MemoryError(
-                f"a prompt of {len(request.prompt_ids)} tokens leaves no room for an answer in a KV cache of "
-                f"{self.cache.max_tokens}: shorten the prompt or raise the cache's max_tokens"
-            )
-        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(target.eos_token_ids))
-        return Sequence(
-            request=request,
-            row=self.cache.open_row(),
-            text_stream=TextStream(target.tokenizer, sampling.stop),
-            key=sample_key(seed, request.sample_index),
-            max_tokens=min(sampling.max_new_tokens, room),
-            eos_token_ids=frozenset(ends),
-            grammar=request.begin_grammar() if request.begin_grammar is not None else None,
-        )
-
-    def add(self, sequence: Sequence) -> None:
-        """Let a prefilled sequence take part from the next step on."""
-        self.sequences.append(sequence)
-        self._is_stale = True
-
-    def refresh(self) -> None:
-        """Make the tensors fit the present rows; once a step, after rows have come and gone."""
-        if not self.sequences:
-            return
-        longest = max(sequence.num_tokens for sequence in self.sequences)
-        if self._is_stale or longest + MAX_WALK > self._history.shape[1]:
-            self._rebuild(longest + HISTORY_GROWTH + MAX_WALK)
-            self._is_stale = False
-
-    def remove(self, sequence: Sequence) -> None:
-        """Take a row out; its blocks are its own still."""
-        self.sequences.remove(sequence)
-        self._is_stale = True
-
-    def commit(
-        self, acceptance: Acceptance, logits: torch.Tensor, report: torch.Tensor
-    ) -> tuple[list[Emission], list[int], list[list[float]]]:
-        """Take a step's outcome over: cache lengths, outputs, and in time the tensors.
-
-        A row whose logits held a NaN or an infinity where a token was to be chosen ends with an error, alone.
-
-        Args:
-            report: what `report_of` gave.
-
-        Returns:
-            Each row's emission, how many of its drafts were accepted (behind an end, too), and the report's facts.
-        """
-        if self._missing is not None:
-            self._missing.append(acceptance)
-            if len(self._missing) > MAX_MISSING:
-                self._missing = None
-        logprobs = self._logprobs(acceptance, logits)
-        width = acceptance.tokens.shape[1]
-        emissions, accepted, facts = [], [], []
-        # The step's one read: everything the host must know, in one tensor.
-        for b, (sequence, row) in enumerate(zip(self.sequences, report.tolist(), strict=True)):
-            num_accepted, is_valid, num_drafts, *tokens = map(int, row[: 3 + width])
-            accepted.append(num_accepted)
-            facts.append(row[3 + width :])
-            self.cache.advance(sequence.row, num_accepted + 1)
-            sequence.num_target_passes += 1
-            sequence.num_draft_tokens += num_drafts
-            kept: list[int] = []
-            if sequence.grammar is not None and sequence.grammar.problem is not None:
-                sequence.fail(ValueError(sequence.grammar.problem))
-            elif is_valid:
-                kept = sequence.emit(tokens[: num_accepted + 1])
-            else:
-                sequence.fail(
-                    FloatingPointError(
-                        f"the target's logits are not finite after {len(sequence.token_ids)} tokens: "
-                        "use a wider dtype (float32 or bfloat16) or check the model's weights"
-                    )
-                )
-            emission = Emission(kept, num_drafts, min(num_accepted, len(kept)))
-            sequence.num_accepted_tokens += emission.num_accepted
-            if logprobs is not None and sequence.sampling.logprobs:
-                chosen, top = logprobs[b]
-                sequence.logprobs += chosen[: len(kept)]
-                if count := sequence.request.num_top_logprobs:
-                    sequence.top_logprobs += [entries[:count] for entries in top[: len(kept)]]
-            sequence.seconds = time.perf_counter() - sequence.started
-            emissions.append(emission)
-        return emissions, accepted, facts
-
-    def _catch_up(self) -> None:
-        """Let the tensors have all that was emitted; what the rows ended behind does not matter any more."""
-        if self._missing is None:
-            return self._rebuild(self._history.shape[1])
-        for acceptance in self._missing:
-            index = self._num_tokens[:, None] + torch.arange(acceptance.tokens.shape[1], device=self.device)
-            self._history.scatter_(1, index, acceptance.tokens.clamp(min=0))
-            self._num_tokens += acceptance.num_accepted + 1
-        self._missing.clear()
-
-    def _logprobs(
-        self, acceptance: Acceptance, logits: torch.Tensor
-    ) -> list[tuple[list[float], list[list[tuple[int, float]]]]] | None:
-        """Log-probabilities under the target alone (no temperature, filter or penalty), along each row's path.
-
-        Returns:
-            Per row: that of every emitted token, and the likeliest tokens with theirs, as many as any row asks for.
-        """
-        if not any(sequence.sampling.logprobs for sequence in self.sequences):
-            return None
-        nodes = acceptance.path.clamp(min=0)
-        rows = logits.gather(1, nodes[:, :, None].expand(*nodes.shape, logits.shape[-1])).float()
-        log_probs = rows.log_softmax(-1)  # [B, K + 1, V]
-        chosen = log_probs.gather(2, acceptance.tokens.clamp(min=0)[:, :, None])[:, :, 0].tolist()
-        best = log_probs.topk(max(sequence.request.num_top_logprobs for sequence in self.sequences), dim=-1)
-        top = [
-            [list(zip(ids, values, strict=True)) for ids, values in zip(*row, strict=True)]
-            for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        ]
-        return list(zip(chosen, top, strict=True))
-
-    def _rebuild(self, capacity: int) -> None:
-        """Make the tensors and the sampler anew for the present rows, with room for `capacity` tokens each."""
-        sequences = self.sequences
-        tokens = [s.request.prompt_ids + s.token_ids for s in sequences]
-        self._history = torch.tensor([ids + [0] * (capacity - len(ids)) for ids in tokens]).to(self.device)
-        self._num_tokens = torch.tensor([len(ids) for ids in tokens]).to(self.device)
-        self._missing = []
-        self._sampler = Sampler(
-            [s.sampling for s in sequences],
-            torch.tensor([s.key for s in sequences]).to(self.device),
-            self._history,
-            self._num_tokens,
-            torch.tensor([len(s.request.prompt_ids) for s in sequences]).to(self.device),
-            self.target.eos_token_ids,
-            [s.grammar for s in sequences],
-        )
-
-
-def report_of(tree: CandidateTree, acceptance: Acceptance, facts: torch.Tensor | None) -> torch.Tensor:
-    """What the host reads of a step, [B, 3 + K + 1 + F]: `num_accepted`, `is_valid`, drafted nodes, `tokens`, `facts`.
-
-    Args:
-        facts: [B, F] float64 of someone else's. Float64 holds any token.
-    """
-    num_drafted = tree.is_real.sum(1, keepdim=True) - 1
-    columns = [acceptance.num_accepted[:, None], acceptance.is_valid[:, None], num_drafted, acceptance.tokens]
-    outcome = torch.cat(columns, dim=1).double()
-    return outcome if facts is None else torch.cat([outcome, facts], dim=1)
-
-
-# The deepest walk that `Batch.history` keeps room for.
-MAX_WALK = 128
-# How many tokens it has room for beyond that when it is made: drafters look through all of it, so that room for the longest
-# possible output would cost every step.
-HISTORY_GROWTH = 256
-# Steps that it may lag behind before it is cheaper to make it anew.
-MAX_MISSING = 16

@@ -18,8 +18,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        if tokenizer is None and stop:
-            raise ValueError(f"stop={tuple(stop)!r} needs a tokenizer, and this target has none: use stop_token_ids")
+        assert tokenizer is not None or not stop, "check_sampling refuses stop strings without a tokenizer"
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._ids: list[int] = []

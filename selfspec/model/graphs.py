@@ -22,35 +22,15 @@ logger = logging.getLogger(__name__)
 
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
-# Sizes that a number of rows or nodes is rounded up to, so that few graphs serve all.
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
-NODE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-DEPTH_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 127)
-# Of a prompt's chunks, whose shapes seldom return: few sizes.
-CHUNK_BUCKETS = (32, 64, 128, 192, 256)
-# The fewest columns of a block table in a graph.
-MIN_COLUMNS = 64
-
-
-def bucket(size: int, buckets: Sequence[int]) -> int | None:
-    """The least bucket that holds `size`, None where none does."""
-    return next((each for each in buckets if each >= size), None)
-
-
-def column_bucket(num_columns: int) -> int:
-    """The columns of a block table in a graph: a power of two."""
-    return max(MIN_COLUMNS, 1 << (num_columns - 1).bit_length())
-
-
-def fill_rows(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[num_rows, ...] from fewer rows: the last one is repeated."""
-    return torch.cat([rows, rows[-1:].expand(num_rows - len(rows), *rows.shape[1:])]) if num_rows > len(rows) else rows
+# Keys whose history is remembered. One that is forgotten costs a run as it is, or one more try at capturing it.
+MAX_KEYS = 4096
 
 
 @dataclass
 class _Entry:
     """A captured function: where its arguments go, and where its results are."""
 
+    function: Function
     graph: Any
     inputs: list[torch.Tensor]
     outputs: tuple[torch.Tensor, ...]
@@ -62,7 +42,8 @@ class Graphs:
 
     Args:
         max_bytes: what graphs may hold in memory together; beyond it the one unused for longest goes.
-        is_rehearsal: do not capture, but treat arguments and results alike: for tests, on any device.
+        is_rehearsal: for tests, on any device: capture nothing, but call the function that would have been captured, on
+            copied arguments. A value that a graph would have frozen is frozen here, too.
     """
 
     def __init__(self, device: torch.device, *, max_bytes: int | None = None, is_rehearsal: bool = False) -> None:
@@ -75,9 +56,9 @@ class Graphs:
         self.num_set_up = 0
         self._pool: Any = None if is_rehearsal else torch.cuda.graph_pool_handle()
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
-        self._seen: set[Hashable] = set()
-        # What could not be captured.
-        self.refused: set[Hashable] = set()
+        # Keys that came once, and those whose function could not be captured.
+        self._seen: dict[Hashable, None] = {}
+        self.refused: dict[Hashable, None] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -93,8 +74,9 @@ class Graphs:
         """`function(*inputs)`, by a graph where there is one.
 
         Args:
-            key: names the function and everything that it depends on beside `inputs`: numbers, addresses.
-            function: work on the device alone, which may be repeated; its results are tensors.
+            key: names the function and everything that it depends on besides `inputs`: numbers, addresses.
+            function: work on the device alone, which may be repeated; its results are tensors. The one that was captured is
+                the one that is replayed.
             inputs: on the device, or small ones on the host.
             num_kept: that many results, the first ones, are the caller's; the others stay until another graph runs. All by
                 default.
@@ -105,7 +87,7 @@ class Graphs:
             if full_key not in self._seen or full_key in self.refused:
                 # Once as it is: kernels are compiled and libraries set up. A shape that never returns costs no graph.
                 self.num_set_up += full_key not in self._seen
-                self._seen.add(full_key)
+                _remember(self._seen, full_key)
                 return function(*(each.to(self.device) for each in inputs))
             self.num_set_up += 1
             entry = self._capture(full_key, function, inputs)
@@ -119,7 +101,7 @@ class Graphs:
             for other in self._entries.values():
                 for result in other.outputs:
                     result.fill_(torch.nan if result.is_floating_point() else -7)
-            for static, fresh in zip(entry.outputs, function(*entry.inputs), strict=True):
+            for static, fresh in zip(entry.outputs, entry.function(*entry.inputs), strict=True):
                 static.copy_(fresh)
         else:
             entry.graph.replay()
@@ -129,7 +111,7 @@ class Graphs:
     def _capture(self, key: Hashable, function: Function, inputs: Sequence[torch.Tensor]) -> _Entry | None:
         static = [each.to(self.device, copy=True).contiguous() for each in inputs]
         if self.is_rehearsal:
-            entry = _Entry(None, static, tuple(each.clone() for each in function(*static)), 0)
+            entry = _Entry(function, None, static, tuple(each.clone() for each in function(*static)), 0)
             self._entries[key] = entry
             return entry
         before = torch.cuda.memory_reserved(self.device)
@@ -140,13 +122,20 @@ class Graphs:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 outputs = function(*static)
         except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
-            self.refused.add(key)
+            _remember(self.refused, key)
             reason = str(error).strip().partition("\n")[0]
             logger.warning("a pass is launched kernel by kernel, which is slower: no CUDA graph of it (%s)", reason)
             torch.cuda.synchronize(self.device)
             return None
-        entry = _Entry(graph, static, outputs, max(torch.cuda.memory_reserved(self.device) - before, 0))
+        entry = _Entry(function, graph, static, outputs, max(torch.cuda.memory_reserved(self.device) - before, 0))
         self._entries[key] = entry
         while self.num_bytes > self.max_bytes and len(self._entries) > 1:
             self._entries.popitem(last=False)
         return entry
+
+
+def _remember(keys: dict[Hashable, None], key: Hashable) -> None:
+    """Add a key; the oldest is forgotten where there are too many."""
+    keys[key] = None
+    if len(keys) > MAX_KEYS:
+        del keys[next(iter(keys))]

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+Module = TypeVar("Module", bound=nn.Module)
+# What a module keeps its hooks in.
+HOOK_DICTS = tuple(name for name, value in vars(nn.Module()).items() if "hooks" in name and isinstance(value, dict))
+
 
 class Resume(nn.Module):
     """Stands in for a model's first layers: gives back the hidden states they had computed, whatever comes in.
+
+    The states come as the keyword argument `resume_from` of the model's forward, which modeling files pass down.
 
     Args:
         layer: one of those it stands for; the model's forward may ask for its type.
@@ -24,19 +30,29 @@ class Resume(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.attention_type = getattr(layer, "attention_type", None)
-        self.hidden: torch.Tensor | None = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        assert self.hidden is not None, "hidden states come first"
-        return self.hidden
+    def forward(self, *args: Any, resume_from: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return resume_from
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[list[str], nn.ModuleList]:
-    """The attribute path to the stack of decoder layers, and the stack."""
+    """The attribute path to the stack of decoder layers, and the stack.
+
+    A model of several towers has its text in the one that transformers calls its decoder.
+    """
     num_layers = model.config.get_text_config().num_hidden_layers
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            return name.split("."), module
+    decoder = model.get_decoder()
+    inside = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
+    stacks = [
+        (name.split("."), module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers
+    ]
+    for name, module in stacks:
+        if id(module) in inside:
+            return name, module
+    if stacks:
+        return stacks[0]
     raise ValueError(f"{model.config.model_type}: no stack of {num_layers} decoder layers was found")
 
 
@@ -53,6 +69,17 @@ def final_norm(model: PreTrainedModel) -> tuple[str, nn.Module]:
 def _is_norm(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     return isinstance(weight, torch.Tensor) and weight.ndim == 1
+
+
+def private_copy(module: Module) -> Module:
+    """A module of its own whose parameters and buffers share the given one's memory.
+
+    What is done to the copy (moving it, replacing its layers) leaves the given module as it is; writing into its tensors
+    would not.
+    """
+    shared: dict[int, Any] = {id(each): nn.Parameter(each.detach(), requires_grad=False) for each in module.parameters()}
+    shared |= {id(each): each.detach() for each in module.buffers()}
+    return copy.deepcopy(module, shared)
 
 
 def with_layers(
@@ -73,7 +100,9 @@ def with_layers(
 
     def clone(module: Any) -> Any:
         twin = copy.copy(module)
-        twin._modules = dict(module._modules)
+        # Dicts of its own: a hook on a twin is no hook on the model.
+        for name in ("_modules", "_parameters", "_buffers", *HOOK_DICTS):
+            twin.__dict__[name] = copy.copy(module.__dict__[name])
         if hasattr(twin, "config"):
             twin.config = text_config
         return twin

@@ -1,1 +1,1 @@
-"""Whether a target and its drafter fit a GPU, and how fast they should be, by formulas."""
+"""Whether a target and its drafter fit on an accelerator, and how fast they should be, by formulas."""

@@ -1,4 +1,4 @@
-"""Accelerators by name, with the memory, bandwidth and peak that their vendors publish (dense bfloat16, no sparsity)."""
+"""Accelerators by name, with memory, bandwidth and peak as their vendors publish them (dense bfloat16, no sparsity)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Card:
-    """One accelerator: bytes of memory, bytes a second from it, and bfloat16 FLOPs a second."""
+    """One accelerator: bytes of memory, bytes per second that it reads, and bfloat16 FLOPs per second."""
 
     name: str
     memory: float
@@ -43,10 +43,10 @@ CARDS = {
 
 
 def card_named(name: str) -> Card:
-    """A card of the table.
+    """Find a card in the table.
 
     Raises:
-        ValueError: it is not there; the sentence lists those that are.
+        ValueError: there is no such card; the message lists those in the table.
     """
     if (card := CARDS.get(name.lower())) is None:
         raise ValueError(f"gpu {name!r} is not in the table: use {', '.join(CARDS)}, or give its memory and bandwidth")
@@ -54,9 +54,9 @@ def card_named(name: str) -> Card:
 
 
 def card_of_device(device_name: str, memory: float) -> Card | None:
-    """The card that CUDA calls `device_name`, with the memory it has here; None where the table has no such card."""
+    """The card that CUDA calls `device_name`, with the memory of this device; None if the table has no such card."""
     words = set(re.split(r"[^a-z0-9]+", device_name.lower().replace("rtx ", "rtx")))
-    # Of cards that differ by their memory the nearest; of others the one with most of its words there.
+    # The card with the most words in the device's name; among cards that differ only in memory, the nearest.
     fitting = [card for card in CARDS.values() if words.issuperset(_words(card.name))]
     if not fitting:
         return None
@@ -65,5 +65,5 @@ def card_of_device(device_name: str, memory: float) -> Card | None:
 
 
 def _words(name: str) -> list[str]:
-    """A card's name without its memory, which devices write in several ways."""
+    """The words of a card's name without its memory size, which devices write in several ways."""
     return [word for word in name.split("-") if not word.endswith("gb")]

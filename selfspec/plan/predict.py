@@ -1,21 +1,21 @@
-"""What a target and its drafter need and bring on an accelerator, before either is loaded.
+"""The memory and speed of a target with a drafter on an accelerator, before either is loaded.
 
-Two predictions from sizes (`selfspec.plan.sizes`), formulas (`selfspec.plan.formulas`) and how much of what is drafted
-holds, which is assumed or was measured: the memory, part by part, and the speed of every size of draft. Passes take the
-time of their roofline, so that tokens a second are an upper bound; a speed-up is a ratio of two such times.
+The predictions come from sizes (`selfspec.plan.sizes`), formulas (`selfspec.plan.formulas`) and an assumption of how many
+drafts are accepted. They are the memory, part by part, and the speed of every size of draft. A pass takes the time of its
+roofline, so tokens per second are an upper bound; a speed-up is a ratio of two such times.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from selfspec.plan.accelerators import Card
+from selfspec.plan.cards import read_figures
 from selfspec.plan.formulas import (
-    MAX_DRAFT_TOKENS,
+    MAX_PLANNED_DEPTH,
     TreeGain,
     acceptance_rate_of,
     best_trees,
@@ -26,87 +26,84 @@ from selfspec.plan.formulas import (
 )
 from selfspec.plan.sizes import DraftSize, ModelSize
 
-# What a process needs on a card beside all that is counted: the CUDA context and the libraries' workspaces.
+# What a process needs besides all that is counted: the CUDA context and the libraries' workspaces.
 RUNTIME_BYTES = 1 << 30
-# Of the card's memory, what CUDA graphs may hold (see `selfspec.model.graphs`).
+# The share of the card's memory that the CUDA graphs of one `Target` may hold (see `selfspec.model.graphs`).
 GRAPHS_SHARE = 0.1
-# The longest piece of a prompt that one pass reads.
-PREFILL_CHUNK = 512
+# The most tokens of a prompt that one pass reads.
+PREFILL_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class Acceptance:
-    """How much of what is drafted holds.
+class Assumption:
+    """How many drafts are taken to be accepted.
 
     Attributes:
-        trees: what a pass may verify, plain decoding first, and the tokens that each is expected to emit.
-        source: where that comes from, in words.
+        trees: the trees that a pass may verify, plain decoding first, each with the tokens it is expected to emit.
+        source: where these numbers come from, in words.
     """
 
     trees: list[TreeGain]
     source: str
 
 
-NOTHING_DRAFTED = Acceptance([TreeGain(1, 0, 1.0)], "nothing is drafted")
+NOTHING_DRAFTED = Assumption([TreeGain(1, 0, 1.0)], "nothing is drafted")
 
 
 def assumed_rates(
     rank_rates: Sequence[float], draft: DraftSize, *, depth: int | None = None, num_nodes: int | None = None
-) -> Acceptance:
-    """Chains from one rate, the best trees from rates by rank; `depth` and `num_nodes` are the most that is looked at."""
-    most = draft.depth if draft.is_depth_limit else MAX_DRAFT_TOKENS
+) -> Assumption:
+    """Assume chains from one rate, or the best trees from rates by rank, up to `depth` and `num_nodes`."""
+    most = draft.depth if draft.is_depth_limit else MAX_PLANNED_DEPTH
     max_depth = min(depth or most, most)
     max_nodes = num_nodes or (max_depth + 1 if len(rank_rates) == 1 else 64)
     trees = best_trees(rank_rates, max_depth=max_depth, max_nodes=max_nodes)
     rates = ", ".join(f"{rate:g}" for rate in rank_rates)
-    return Acceptance(trees, f"assumed: a draft token holds with chance {rates}{' by rank' * (len(rank_rates) > 1)}")
+    return Assumption(trees, f"assumed: a draft token is accepted with chance {rates}{' by rank' * (len(rank_rates) > 1)}")
 
 
 def measured_length(
     length: float, draft: DraftSize, *, depth: int | None = None, num_nodes: int | None = None, source: str = "given"
-) -> Acceptance:
-    """From a measured acceptance length: the chain rate that explains it, and trees that keep their nodes at each depth."""
+) -> Assumption:
+    """Assume the chain rate that explains a measured acceptance length, with the same number of nodes at each depth."""
     K = depth or draft.depth
     rate = acceptance_rate_of(length, K)
     size = max(num_nodes or (draft.num_nodes if depth is None else 0), K + 1)
     source = f"{source}: acceptance length {length:g} at depth {K}, {size} nodes"
-    return Acceptance(_prefixes(K, size, lambda k: expected_tokens(rate, k)), source)
+    return Assumption(_prefixes(K, size, lambda k: expected_tokens(rate, k)), source)
 
 
-def card_acceptance(draft: DraftSize, *, depth: int | None = None, num_nodes: int | None = None) -> Acceptance:
-    """What a head's model card has measured: its rates by depth, or its acceptance length; to `depth` at most.
+def card_acceptance(draft: DraftSize, *, depth: int | None = None, num_nodes: int | None = None) -> Assumption:
+    """Take the rates by depth, or the acceptance length, that the head's model card reports; at most to `depth`.
 
     Raises:
-        ValueError: the card has neither.
+        ValueError: the card reports neither.
     """
-    rates = re.search(r"^\| acceptance rate \|(.+)\|$", draft.card, re.MULTILINE)
-    length = re.search(r"^\|[^|\n]*\| acceptance length \|\n\|[ |:-]+\|\n\|[^|\n]*\| ([\d.]+) \|", draft.card, re.MULTILINE)
-    said_nodes = re.search(r"tree\s+of\s+(?:at\s+most\s+)?(\d+)\s+nodes", draft.card)
-    said_depth = re.search(r"\bdepth\s+(\d+)", draft.card)
-    size = num_nodes or (int(said_nodes[1]) if said_nodes else draft.num_nodes)
-    if rates:
-        by_depth = [float(cell) for cell in rates[1].split("|")]
-        K = len(by_depth)
-        trees = _prefixes(K, max(size, K + 1), lambda k: expected_tokens_by_depth(by_depth[:k]))
-        found = Acceptance(trees, f"the head's card: acceptance rates to depth {K}")
-    elif length:
-        K = int(said_depth[1]) if said_depth and not draft.is_depth_limit else draft.depth
-        found = measured_length(float(length[1]), draft, depth=K, num_nodes=size, source="the head's card")
+    figures = read_figures(draft.card)
+    size = num_nodes or figures.num_nodes or draft.num_nodes
+    if figures.rates:
+        K = len(figures.rates)
+        trees = _prefixes(K, max(size, K + 1), lambda k: expected_tokens_by_depth(figures.rates[:k]))
+        found = Assumption(trees, f"the head's card: acceptance rates to depth {K}")
+    elif figures.length is not None:
+        K = figures.depth if figures.depth and not draft.is_depth_limit else draft.depth
+        found = measured_length(figures.length, draft, depth=K, num_nodes=size, source="the head's card")
     else:
         raise ValueError(
-            f"nothing says how much of the drafts of {draft.name} holds: give --alpha (an assumption) or "
+            f"nothing says how many of the drafts of {draft.name} are accepted: give --alpha (an assumption) or "
             "--acceptance-length (as `selfspec bench` measures it)"
         )
     return replace(found, trees=[tree for tree in found.trees if tree.depth <= (depth or K)])
 
 
 def _prefixes(depth: int, num_nodes: int, tokens: Callable[[int], float]) -> list[TreeGain]:
+    """A tree for every depth from 0 to `depth`, with the same number of nodes at each depth."""
     return [TreeGain(1 + round((num_nodes - 1) * k / depth), k, tokens(k)) for k in range(depth + 1)]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One size of draft, and what it is predicted to do; costs are relative to a plain pass."""
+    """The prediction for one size of draft. Costs are relative to a plain pass."""
 
     depth: int
     num_nodes: int
@@ -122,11 +119,12 @@ class Plan:
     """A prediction.
 
     Attributes:
-        memory: bytes by what they are for.
-        largest_batch: sequences of this context that fit.
-        largest_context: tokens of each sequence with which this batch fits, at most what the target takes.
-        choices: by size, plain decoding first.
-        best: the fastest of them.
+        memory: bytes by purpose.
+        largest_batch: how many sequences of this context fit.
+        largest_context: the longest context at which this batch fits, at most the target's own limit.
+        acceptance: where the expected tokens come from, in words.
+        choices: one for each size of draft, plain decoding first.
+        best: the fastest choice.
     """
 
     target: str
@@ -154,8 +152,8 @@ class Plan:
     def best(self) -> Choice:
         return max(self.choices, key=lambda choice: choice.speedup)
 
-    def shown_choices(self, limit: int = MAX_DRAFT_TOKENS + 1) -> list[Choice]:
-        """Few enough to read, evenly spread, with the best and the two ends among them."""
+    def shown_choices(self, limit: int = MAX_PLANNED_DEPTH + 1) -> list[Choice]:
+        """About `limit` choices, evenly spread, which include the best and the two ends."""
         count = len(self.choices)
         if count <= limit:
             return self.choices
@@ -163,7 +161,7 @@ class Plan:
         return [self.choices[i] for i in sorted(spread | {self.choices.index(self.best)})]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, with what follows from the fields; a peak that is not known is null."""
+        """The fields and what follows from them, for JSON. An unknown peak is null."""
         record = asdict(self)
         record["card"]["peak"] = self.card.peak if math.isfinite(self.card.peak) else None
         return {**record, "total_bytes": self.total_bytes, "fits": self.fits, "best": asdict(self.best)}
@@ -172,16 +170,16 @@ class Plan:
 def make_plan(
     target: ModelSize,
     draft: DraftSize | None,
-    acceptance: Acceptance,
+    assumption: Assumption,
     card: Card,
     *,
     batch_size: int = 1,
     context: int = 4096,
 ) -> Plan:
-    """Memory and speed of `batch_size` sequences that hold `context` tokens each.
+    """Predict memory and speed for `batch_size` sequences that hold `context` tokens each.
 
     Raises:
-        ValueError: no batch, or a context that the target does not take.
+        ValueError: the batch is empty, or the context is longer than the target's limit.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} is not allowed: use 1 or more")
@@ -196,7 +194,7 @@ def make_plan(
         gain = speedup(tree.expected_tokens, drafting, verify)
         return Choice(tree.depth, tree.num_nodes, tree.expected_tokens, drafting, verify, gain, batch_size * gain / plain)
 
-    choices = [choice(tree) for tree in acceptance.trees]
+    choices = [choice(tree) for tree in assumption.trees]
     num_nodes = max(choices, key=lambda each: each.speedup).num_nodes
 
     def total(num_rows: int, num_tokens: int) -> int:
@@ -213,7 +211,7 @@ def make_plan(
         memory=memory_of(target, draft, card, num_rows=batch_size, num_tokens=context, num_nodes=num_nodes),
         largest_batch=_largest(lambda rows: total(rows, context) <= card.memory, 1 << 20),
         largest_context=_largest(lambda tokens: total(batch_size, tokens) <= card.memory, target.context_length),
-        acceptance=acceptance.source,
+        acceptance=assumption.source,
         choices=choices,
     )
 
@@ -221,27 +219,33 @@ def make_plan(
 def memory_of(
     target: ModelSize, draft: DraftSize | None, card: Card, *, num_rows: int, num_tokens: int, num_nodes: int
 ) -> dict[str, int]:
-    """Bytes by what they are for. The last two allow for what is not known exactly: the most that CUDA graphs may hold; the
-    process on the card (`RUNTIME_BYTES`) with the activations and logits of the largest pass."""
+    """Bytes by purpose.
+
+    Three parts are bounds. Prompt features are those that a server keeps with every block it may share between prompts.
+    CUDA graphs are the most that each `Target` allows them. The last part is the process on the card (`RUNTIME_BYTES`) with
+    the activations and logits of the largest pass.
+    """
     text = target.config.get_text_config()
     itemsize = target.dtype.itemsize
     num_slots = {"num_rows": num_rows, "num_tokens": num_tokens + num_nodes}
     nodes = num_rows * num_nodes
-    # A layer's inputs, residual, norms and projections, and the two halves of its MLP; logits as they are and in float32.
+    num_targets = 2 if draft and draft.is_second_target else 1
+    # A layer's inputs, residual, norms and projections, and the two halves of its MLP; logits in their dtype and in float32.
     width = 6 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
-    activations = max(nodes, PREFILL_CHUNK) * width * itemsize + nodes * text.vocab_size * (itemsize + 4)
+    activations = max(nodes, PREFILL_TOKENS) * width * itemsize + nodes * text.vocab_size * (itemsize + 4)
     return {
         "weights": target.weight_bytes,
         "KV cache": kv_bytes(target.kv_shape.bytes_per_token(target.dtype), **num_slots),
         "draft weights": draft.weight_bytes if draft else 0,
         "draft KV cache": kv_bytes(draft.kv_bytes_per_token if draft else 0, **num_slots),
-        "CUDA graphs, at most": round(GRAPHS_SHARE * card.memory),
+        "prompt features, at most": kv_bytes(draft.feature_bytes_per_token if draft else 0, **num_slots),
+        "CUDA graphs, at most": round(num_targets * GRAPHS_SHARE * card.memory),
         "activations, runtime": RUNTIME_BYTES + activations,
     }
 
 
 def _largest(is_fine: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to `limit` that is fine, where all below it are; 0 where none is."""
+    """The largest number up to `limit` that is fine, if every smaller number is fine too; 0 if none is."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 
 from selfspec.api import Completion
 from selfspec.engine import Listener
-from selfspec.loop.decode import Step
+from selfspec.loop.step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Metrics(Listener):
 
     @_never_raises
     def stepped(self, step: Step) -> None:
-        labels = (self._model_name, step.drafter.name)
+        labels = (self._model_name, step.name)
         drafted = [emission.num_drafted for emission in step.emissions]
         self._passes.labels(*labels).inc()
         self._rows.labels(*labels).inc(len(step.sequences))

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from selfspec.api import Completion, check_token_ids, encode
+from selfspec.api import Completion, encode
 from selfspec.config import SamplingParams
 from selfspec.drafters import Drafter, drafter_of, load_drafter
+from selfspec.drafters.names import kind_of
 from selfspec.drafters.shipped import is_head, load_head
 from selfspec.engine import SpecEngine
 from selfspec.loop.drafter import NoDrafter
 from selfspec.loop.sampling import Grammar
-from selfspec.loop.sequence import Request
+from selfspec.loop.sequence import Request, check_sampling
 from selfspec.model.target import Target
 from selfspec.serve.answers import Answer, ChatAnswer, CompletionAnswer, Events
 from selfspec.serve.errors import ApiError, api_error, field_of, unavailable
@@ -139,11 +140,12 @@ class Service:
     def prepare_drafter(self, spec: str) -> Callable[[], Drafter]:
         """The slow part of loading a drafter, which touches nothing in use; returns the quick part, which does."""
         target = self.engine.target
-        kind, _, source = spec.partition(":")
-        if kind in ("medusa", "eagle", "early_exit"):
-            head = load_head(source or None, target, drafter=kind)
+        kind, source = kind_of(spec), spec.partition(":")[2]
+        is_model = kind.has_weights and source and not is_head(source)
+        if kind.heads and not is_model:
+            head = load_head(source or None, target, drafter=kind.name)
             return lambda: drafter_of(head, target, name=spec)
-        if kind == "draft_model" and source and not is_head(source):
+        if is_model:
             draft_model = load_drafter(spec, target)
             assert draft_model is not None
             return lambda: draft_model
@@ -214,7 +216,7 @@ def _sampling(
         sampling = body.sampling(
             min(default_max_tokens, target.context_length), target.context_length, use_logprobs=use_logprobs
         )
-        check_token_ids(target, sampling)
+        check_sampling(target, sampling)
     except ValueError as error:
         raise ApiError(400, str(error), param=field_of(str(error))) from error
     return sampling

@@ -67,7 +67,7 @@ def acceptance(target: Target, drafter: Drafter, prompts: Sequence[EvalPrompt], 
     num_drafted, num_accepted = Counter[int](), Counter[int]()
     num_nodes = drafter.num_nodes or drafter.num_draft_tokens + 1
     # As many at a time as leave every tree whole.
-    batch_size = next((size for size in BATCH_SIZES if target.most_nodes(size) >= num_nodes), BATCH_SIZES[-1])
+    batch_size = next((size for size in BATCH_SIZES if target.passes.most_nodes(size) >= num_nodes), BATCH_SIZES[-1])
     for step in decode(target, requests, drafter=drafter, max_batch=batch_size, planner=Planner(is_active=False)):
         reached = torch.stack([step.tree.depths.amax(1), step.acceptance.num_accepted], dim=1).tolist()
         for sequence, emitted, (depth, accepted) in zip(step.sequences, step.emitted, reached, strict=True):

@@ -106,8 +106,7 @@ class HeadTraining(nn.Module):
             return eagle1_loss(head, features[0], lm_head, embed, *rows, self.noise)
         assert isinstance(head, EarlyExitHead)
         student = self.__dict__["student"]
-        first = decoder_layers(student)[1][0]
-        if isinstance(first, Resume):
-            first.hidden = features[0]
-        hidden = student.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        options = {"resume_from": features[0]} if isinstance(decoder_layers(student)[1][0], Resume) else {}
+        output = student.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **options)
+        hidden = output.last_hidden_state
         return distillation_loss(hidden, states[FINAL], lm_head, loss_mask, position_ids)

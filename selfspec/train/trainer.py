@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, HfArgumentParser, TrainingArguments, set
 
 from selfspec import __version__
 from selfspec.drafters import Drafter
-from selfspec.drafters.shipped import drafter_for
+from selfspec.drafters.names import kind_of_head
 from selfspec.heads.base import DraftHead
 from selfspec.model.target import Target
 from selfspec.traffic.conversations import Report
@@ -245,7 +245,7 @@ def run(
     logger.info(
         "serve it: selfspec generate --target %s --drafter %s:%s …",
         target.name,
-        drafter_for(head.config.head_type),
+        kind_of_head(head.config.head_type).name,
         directory,
     )
     if wants_push:
@@ -284,7 +284,7 @@ def _card_facts(head: DraftHead, setup: Setup, trainer: HeadTrainer, final: Acce
         training["peak memory"] = f"{max(peaks):.1f} GiB, evaluation included"
     eval_file = data.final_eval_file or data.held_out_file
     return CardFacts(
-        kind=drafter_for(head.config.head_type),
+        kind=kind_of_head(head.config.head_type).name,
         target=Path(target.name).name if Path(target.name).exists() else target.name,
         num_parameters=head.num_parameters,
         data={

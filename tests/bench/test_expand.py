@@ -8,14 +8,14 @@ from support import random_prompts, tiny_model, tiny_target
 
 from selfspec import SamplingParams, Target, generate
 from selfspec.bench.expand import (
-    Shape,
+    ExpandedShape,
     expand,
     expand_head,
-    expand_target,
     expanded_drafter,
     expanded_feature,
     layer_positions,
     logit_gap,
+    serve_expanded,
 )
 from selfspec.drafters import drafter_of
 from selfspec.drafters.shipped import identity
@@ -24,7 +24,7 @@ from selfspec.heads.eagle import EagleConfig, EagleHead
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
 
 # Two queries to a key-value head, as the tiny Llama has; heads of 8 become heads of 24.
-SHAPE = Shape(96 * 3, 7, 160, 24, context_length=512)
+SHAPE = ExpandedShape(96 * 3, 7, 160, 24, context_length=512)
 # Sums in another order; float32 keeps about seven digits.
 TOLERANCE = 1e-5
 PROMPTS = random_prompts(4, (1, 30), seed=5)
@@ -42,7 +42,7 @@ def randomise(module: torch.nn.Module) -> None:
 
 
 def original(family: str = "llama") -> Target:
-    # An eps of the order of the hidden state's squares, so that its scaling counts.
+    # An eps as large as the hidden state's squares, or its scaling would not be noticed.
     model = tiny_model(family, rms_norm_eps=0.05)
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -50,10 +50,14 @@ def original(family: str = "llama") -> Target:
     return Target(model, name=family)
 
 
+def expanded_target(source: Target, shape: ExpandedShape) -> Target:
+    return serve_expanded(source, expand(source.model, shape), shape)
+
+
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
 def test_logits_and_features_are_the_originals(family: str) -> None:
     source = original(family)
-    target = expand_target(source, SHAPE)
+    target = expanded_target(source, SHAPE)
     ids = torch.tensor([PROMPTS[1]])
     with torch.no_grad():
         expected, got = source.model(ids).logits, target.model(ids).logits
@@ -77,7 +81,7 @@ def test_logits_and_features_are_the_originals(family: str) -> None:
 
 
 def test_low_precision_is_filled_in_place_and_weights_are_not_sparse_where_they_need_not_be() -> None:
-    model = expand(tiny_model("llama"), SHAPE, dtype=torch.bfloat16)
+    model = expand(tiny_model("llama").to(torch.bfloat16), SHAPE)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     layer = model.model.layers[1]
     for linear in (layer.self_attn.k_proj, layer.self_attn.v_proj, layer.mlp.gate_proj, layer.mlp.up_proj, model.lm_head):
@@ -88,20 +92,20 @@ def test_low_precision_is_filled_in_place_and_weights_are_not_sparse_where_they_
 def test_a_shape_that_does_not_fit_is_refused() -> None:
     model = tiny_model("llama")
     for shape, word in (
-        (Shape(16, 7, 160, 8), "hidden_size"),
-        (Shape(96, 2, 160, 24), "num_hidden_layers"),
-        (Shape(96, 7, 40, 24), "intermediate_size"),
-        (Shape(96, 7, 160, 12), "head_dim"),
-        (Shape(72, 7, 160, 24), "2 heads"),
+        (ExpandedShape(16, 7, 160, 8), "hidden_size"),
+        (ExpandedShape(96, 2, 160, 24), "num_hidden_layers"),
+        (ExpandedShape(96, 7, 40, 24), "intermediate_size"),
+        (ExpandedShape(96, 7, 160, 12), "head_dim"),
+        (ExpandedShape(72, 7, 160, 24), "2 heads"),
     ):
         with pytest.raises(ValueError, match=word):
             expand(model, shape)
     with pytest.raises(ValueError, match="qwen2"):
         expand(tiny_model("qwen2"), SHAPE)
     with pytest.raises(ValueError, match="8b or"):
-        Shape.parse("70b")
-    assert Shape.parse("8b") == Shape()
-    assert str(Shape.parse("96x7x160x24")) == "96x7x160x24"
+        ExpandedShape.parse("70b")
+    assert ExpandedShape.parse("8b") == ExpandedShape()
+    assert str(ExpandedShape.parse("96x7x160x24")) == "96x7x160x24"
 
 
 def eagle(source: Target, **changes: object) -> EagleHead:
@@ -150,7 +154,7 @@ HEADS = {
 def test_heads_draft_the_same_trees_and_the_text_is_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = original()
     head = HEADS[kind](source)
-    target = expand_target(source, SHAPE)
+    target = expanded_target(source, SHAPE)
     expanded = expand_head(head, target)
     expanded.config.target.check(identity(target))
     assert expanded.num_parameters > 3 * head.num_parameters
@@ -161,9 +165,9 @@ def test_heads_draft_the_same_trees_and_the_text_is_the_same(kind: str, monkeypa
         propose = drafter.propose
 
         def kept(*args, **kwargs):
-            tree = propose(*args, **kwargs)
-            trees.append(torch.stack([tree.tokens, tree.parents]))
-            return tree
+            proposal = propose(*args, **kwargs)
+            trees.append(torch.stack([proposal.tree.tokens, proposal.tree.parents]))
+            return proposal
 
         monkeypatch.setattr(drafter, "propose", kept)
         completions = generate(target, PROMPTS, drafter=drafter, sampling=GREEDY, use_cost_guard=False)
@@ -179,15 +183,15 @@ def test_heads_draft_the_same_trees_and_the_text_is_the_same(kind: str, monkeypa
 
 def test_feature_numbers_follow_the_real_layers() -> None:
     source = original()
-    head = expand_head(eagle(source), expand_target(source, SHAPE))
-    # Entering layers 0 and 2, and behind the last.
+    head = expand_head(eagle(source), expanded_target(source, SHAPE))
+    # Entering layers 0 and 2, and after the last.
     assert head.features == (0, 4, 7)
     assert [expanded_feature(k, 30, 32) for k in (-1, 0, 2, 15, 27, 30)] == [-1, 0, 2, 16, 28, 32]
 
 
 def test_what_cannot_be_expanded_is_refused() -> None:
     source = original()
-    target = expand_target(source, SHAPE)
+    target = expanded_target(source, SHAPE)
     with pytest.raises(ValueError, match="rotary scaling"):
         expand_head(eagle(source, rope_scaling={"rope_type": "linear", "factor": 2.0}), target)
     with pytest.raises(ValueError, match="early_exit"):
@@ -201,7 +205,7 @@ def test_what_cannot_be_expanded_is_refused() -> None:
 def test_a_big_model_is_filled_on_the_device(dtype: torch.dtype, most: float) -> None:
     """No weight passes through the CPU in its large form, and the words stay; random layers let rounding grow."""
     source = Target(tiny_model("llama", hidden_size=64, num_attention_heads=8, num_key_value_heads=4).to("cuda", dtype))
-    target = expand_target(source, Shape(512, 8, 1024, 32))
+    target = expanded_target(source, ExpandedShape(512, 8, 1024, 32))
     assert {(p.device.type, p.dtype) for p in target.model.parameters()} == {("cuda", dtype)}
     assert logit_gap(source, target) < most
     head = expand_head(medusa(source, has_root_input=True), target)
@@ -210,7 +214,7 @@ def test_a_big_model_is_filled_on_the_device(dtype: torch.dtype, most: float) ->
 
 def test_a_tiny_target_is_its_own_expansion() -> None:
     source = tiny_target("llama")
-    shape = Shape(32, 3, 48, 8, context_length=256)
+    shape = ExpandedShape(32, 3, 48, 8, context_length=256)
     with torch.no_grad():
         ids = torch.tensor([PROMPTS[0]])
-        assert torch.equal(source.model(ids).logits, expand_target(source, shape).model(ids).logits)
+        assert torch.equal(source.model(ids).logits, expanded_target(source, shape).model(ids).logits)

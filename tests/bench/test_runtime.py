@@ -15,7 +15,7 @@ from selfspec import SamplingParams, generate
 from selfspec.bench.compare import plain_twin
 from selfspec.bench.report import RuntimeReport, plot
 from selfspec.bench.steps import (
-    Answered,
+    AnswerTime,
     Floor,
     Promise,
     StageTimes,
@@ -95,11 +95,11 @@ def test_the_twin_shares_weights_and_nothing_else() -> None:
 def test_rates_are_medians_over_prompts_against_plain_decoding(tmp_path: Path) -> None:
     report = RuntimeReport({"target": "t"}, floor=Floor(1e9, 2_000_000, 1000))
     report.answers = [
-        Answered("none", 0, 10, 10, 2.0, 0.1, True),
-        Answered("x", 0, 10, 4, 1.0, 0.05, True),
-        Answered("none", 1, 10, 10, 2.0, 0.1, True),
-        Answered("x", 1, 5, 1, 0.25, 0.025, False),
-        Answered("transformers", 0, 10, 10, 4.0, None, True),
+        AnswerTime("none", 0, 10, 10, 2.0, 0.1, True),
+        AnswerTime("x", 0, 10, 4, 1.0, 0.05, True),
+        AnswerTime("none", 1, 10, 10, 2.0, 0.1, True),
+        AnswerTime("x", 1, 5, 1, 0.25, 0.025, False),
+        AnswerTime("transformers", 0, 10, 10, 4.0, None, True),
     ]
     plain, drafted, baseline = report.modes
     assert (plain.total_speedup, plain.decode_speedup, plain.tokens_per_second) == (1.0, 1.0, 5.0)
@@ -179,6 +179,8 @@ def test_bench_takes_an_expanded_target_too(tiny_target_dir: Path, prompt_file: 
     ("args", "message"),
     [
         (["--nodes", "1,x"], "whole numbers"),
+        (["--repeats", "0"], "--repeats 0 is not allowed: use 1 or more"),
+        (["--max-new-tokens", "1"], "--max-new-tokens 1 is not allowed: use 2 or more"),
         (["--baselines", "vllm"], "vllm is not known"),
         (["--acceptance-lengths", "9", "--synthetic-nodes", "4"], "--synthetic-nodes"),
         (["--json", "/nowhere/out.json"], "folder does not exist"),
@@ -196,7 +198,7 @@ def test_plots_are_drawn_where_matplotlib_is(tmp_path: Path) -> None:
     report = RuntimeReport({"target": "t expanded to 1x1x1x1"}, floor=Floor(1e9, 2_000_000, 1000))
     report.steps = [StepTime(512, 1, 0.003, 0.002), StepTime(512, 8, 0.004, 0.003), StepTime(4096, 1, 0.005, None)]
     report.stages = [StageTimes("none", 9, 1, 0.0, 0.003, 0.001, 0.0), StageTimes("x", 9, 8, 0.001, 0.004, 0.001, 0.0)]
-    report.answers = [Answered("none", 0, 10, 10, 2.0, 0.1, True), Answered("x", 0, 10, 4, 1.0, 0.05, True)]
+    report.answers = [AnswerTime("none", 0, 10, 10, 2.0, 0.1, True), AnswerTime("x", 0, 10, 4, 1.0, 0.05, True)]
     report.promises = [Promise(3, 16, 3.0, 2.5, 2.2), Promise(4, 16, 4.0, 3.5, 3.0)]
     files = plot(report, tmp_path / "plots")
     assert [file.name for file in files] == ["steps.png", "stages.png", "end_to_end.png", "promises.png"]

@@ -1,4 +1,4 @@
-"""The benchmark: every mode answers, and the cost model's prediction stands beside what was measured."""
+"""The benchmark: every mode answers, and shows the cost model's prediction next to the measured speed-up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from selfspec.bench.tasks import PLAIN, Costs, Measurement, summarise
+from selfspec.bench.tasks import PLAIN, Costs, Measurement, summarise_tasks
 from selfspec.cli.display import show_benchmark
 from selfspec.cli.main import app
 
@@ -25,7 +25,7 @@ def test_a_prediction_is_acceptance_over_costs():
         measured("b", "2", PLAIN, 1.2, 12, 0.0, 1.2),
         measured("b", "2", "x", 0.9, 6, 0.12, 0.66),
     ]
-    summaries = summarise(rows)
+    summaries = summarise_tasks(rows)
     costs = summaries["a"]["x"].costs
     assert costs is not None and (costs.draft, costs.verify) == (pytest.approx(0.2), pytest.approx(1.1))
     assert summaries["a"]["x"].predicted_speedup == pytest.approx(3 / 1.3)
@@ -40,7 +40,7 @@ def test_the_baseline_has_no_prediction(capsys):
         measured("a", "1", PLAIN, 1.2, 12, 0.0, 1.2),
         Measurement("a", "1", "transformers", 1.5, None, 12, 12, True),
     ]
-    summaries = summarise(rows)
+    summaries = summarise_tasks(rows)
     assert summaries["a"]["transformers"].predicted_speedup is None
     show_benchmark(summaries, {"target": "t"})
     assert "none 0.000 + 1.000" in " ".join(capsys.readouterr().out.split())

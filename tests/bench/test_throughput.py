@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from selfspec import SamplingParams, Target
 from selfspec.bench.tasks import read_benchmark
-from selfspec.bench.throughput import Run, mixed, run, summarise
+from selfspec.bench.throughput import ThroughputRun, ThroughputSettings, measure_throughput, mixed, summarise_throughput
 from selfspec.cli.main import app
 from selfspec.drafters import NgramDrafter
 
@@ -17,8 +17,8 @@ def test_both_modes_answer_the_same_prompts(tiny_target_dir: Path) -> None:
     target = Target.from_pretrained(tiny_target_dir, device="cpu")
     prompts = [target.encode(f"the cat sat {number}") for number in range(24)]
     sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
-    settings = {"streams": (1, 3), "num_repeats": 2, "rounds": 2, "sampling": sampling}
-    runs = run(target, NgramDrafter(4), prompts, **settings)
+    settings = ThroughputSettings(streams=(1, 3), num_repeats=2, rounds=2, sampling=sampling)
+    runs = measure_throughput(target, NgramDrafter(4), prompts, settings)
     assert [(r.num_streams, r.repeat) for r in runs[::2]] == [(1, 1), (1, 2), (3, 1), (3, 2)]
     # The order of a pair alternates.
     assert [r.mode for r in runs] == ["ngram", "none", "none", "ngram"] * 2
@@ -27,18 +27,18 @@ def test_both_modes_answer_the_same_prompts(tiny_target_dir: Path) -> None:
     assert all(12 * 2 * r.num_streams - 12 * (r.num_streams - 1) <= r.num_tokens <= 12 * 2 * r.num_streams for r in runs)
     assert all(r.acceptance_length == 1 for r in runs if r.mode == "none")
     with pytest.raises(ValueError, match="18 prompts are needed, and there are 10: give more"):
-        run(target, NgramDrafter(4), prompts[:10], **settings)
+        measure_throughput(target, NgramDrafter(4), prompts[:10], settings)
 
 
 def test_ratios_are_taken_within_pairs() -> None:
     """The machine slows down threefold between the repeats, and both modes with it."""
     seconds = {1: {"none": 1.0, "eagle": 0.5}, 2: {"none": 3.0, "eagle": 1.5}, 3: {"none": 3.0, "eagle": 6.0}}
     runs = [
-        Run(8, repeat, mode, s, 60, 1.0 if mode == "none" else 3.0, repeat != 3 or mode == "none")
+        ThroughputRun(8, repeat, mode, s, 60, 1.0 if mode == "none" else 3.0, repeat != 3 or mode == "none")
         for repeat, of in seconds.items()
         for mode, s in of.items()
     ]
-    [entry] = summarise(runs)
+    [entry] = summarise_throughput(runs)
     assert (entry.ratio, entry.worst_ratio, entry.acceptance_length, entry.num_identical) == (2.0, 0.5, 3.0, 2)
     assert (entry.plain_tokens_per_second, entry.tokens_per_second) == (20.0, 40.0)
 

@@ -13,14 +13,16 @@ from strategies import COSTLY_PROPERTY, PROPERTY, path_to, trees
 
 from selfspec.api import generate
 from selfspec.cache import kv as cache_file
-from selfspec.cache.kv import CacheRow, KVCache, KVShape
+from selfspec.cache.blocks import CacheRow
+from selfspec.cache.kv import KVCache, KVShape
 from selfspec.config import SamplingParams
 from selfspec.kernels.slots import slots_of
 from selfspec.loop.accept import Acceptance
+from selfspec.loop.batch import Batch
 from selfspec.loop.decode import decode
-from selfspec.loop.drafter import Drafter
+from selfspec.loop.drafter import Drafter, Proposal
 from selfspec.loop.planner import Planner
-from selfspec.loop.sequence import Batch, Request
+from selfspec.loop.sequence import Request
 from selfspec.model.target import Target
 from selfspec.tree import CandidateTree, chain, from_parents
 
@@ -296,7 +298,7 @@ class TwigDrafter(Drafter):
         self.answers = answers
         self.count = 0
 
-    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
         parents = [-1, 0, 0, 1, 2, 2, 5, 5]
         rows = []
         for b, sequence in enumerate(batch.sequences):
@@ -307,7 +309,7 @@ class TwigDrafter(Drafter):
             for node, token in zip((2, 5, 7), truth[:num_true], strict=False):
                 tokens[node] = token
             rows.append(tokens)
-        return from_parents(torch.tensor(rows), torch.tensor([parents] * len(rows)))
+        return Proposal(from_parents(torch.tensor(rows), torch.tensor([parents] * len(rows))))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

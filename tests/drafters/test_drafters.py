@@ -19,11 +19,14 @@ from selfspec.config import SamplingParams
 from selfspec.drafters import Drafter, DraftModelDrafter, NgramDrafter, NoDrafter, load_drafter
 from selfspec.drafters.draft_model import check_same_tokenizer, fit_vocab
 from selfspec.drafters.ngram import lookup
-from selfspec.loop.decode import Step, decode
+from selfspec.loop.batch import Batch
+from selfspec.loop.decode import decode
+from selfspec.loop.drafter import Proposal
 from selfspec.loop.planner import Planner
-from selfspec.loop.sequence import Batch, Request
+from selfspec.loop.sequence import Request
+from selfspec.loop.step import Step
 from selfspec.model.target import Target
-from selfspec.tree import CandidateTree, chain
+from selfspec.tree import chain
 
 VOCAB_SIZE = 40
 
@@ -261,7 +264,7 @@ def test_a_draft_model_catches_up_after_passes_without_drafts(target: Target) ->
     class Sometimes(DraftModelDrafter):
         count = 0
 
-        def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+        def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
             self.count += 1
             return super().propose(batch, 0 if self.count % 7 < 4 else num_draft_tokens)
 
@@ -466,7 +469,7 @@ class _Onlooker(NoDrafter):
     def __init__(self, period: int) -> None:
         self.period, self.num_steps, self.num_looks = period, 0, 0
 
-    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
         self.num_steps += 1
         roots = batch.roots.tolist()
         if self.num_steps % self.period == 0:
@@ -476,7 +479,7 @@ class _Onlooker(NoDrafter):
             for b, sequence in enumerate(batch.sequences):
                 tokens = sequence.request.prompt_ids + sequence.token_ids
                 assert batch.history[b, : batch.num_tokens[b]].tolist() == tokens and roots[b] == tokens[-1]
-        return chain(batch.roots, torch.randint(0, 8, (len(batch), num_draft_tokens)))
+        return Proposal(chain(batch.roots, torch.randint(0, 8, (len(batch), num_draft_tokens))))
 
 
 @pytest.mark.parametrize("period", [1, 5, 16, 17, 18, 40])

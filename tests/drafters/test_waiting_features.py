@@ -6,13 +6,13 @@ import random
 
 import torch
 
-from selfspec.drafters.waiting_features import Pending
+from selfspec.drafters.waiting_features import WaitingFeatures
 
 
 def test_rows_collect_what_was_added_and_not_dropped() -> None:
     draw = random.Random(0)
     for _ in range(50):
-        rows = [Pending() for _ in range(3)]
+        rows = [WaitingFeatures() for _ in range(3)]
         expected: list[list[torch.Tensor]] = [[], [], []]
         for _ in range(draw.randrange(1, 6)):
             features = torch.randn(3, 4, 2)
@@ -27,7 +27,7 @@ def test_rows_collect_what_was_added_and_not_dropped() -> None:
                 del kept[:count]
         assert [len(row) for row in rows] == [len(kept) for kept in expected]
         width = draw.randrange(1, 12)
-        got = Pending.collect(rows, width)
+        got = WaitingFeatures.collect(rows, width)
         assert got.shape == (3, width, 2)
         for mine, kept in zip(got, expected, strict=True):
             padded = (kept + kept[-1:] * width)[:width]
@@ -35,6 +35,6 @@ def test_rows_collect_what_was_added_and_not_dropped() -> None:
 
 
 def test_nothing_waits_of_an_empty_stretch() -> None:
-    row = Pending()
+    row = WaitingFeatures()
     row.add(torch.zeros(1, 3, 2), 0, 2, 2)
     assert len(row) == 0

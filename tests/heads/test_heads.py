@@ -1,7 +1,7 @@
 """Heads: positions in training are positions in serving, and a folder with a head loads strictly or not at all.
 
-The targets here are automata (the next token is a function of the present one), so that a head that is aligned reaches
-full acceptance and one that is off by a position does not. [H6] [T2]
+The targets here are automata (the next token is a function of the present one), so a head that is aligned reaches full
+acceptance and one that is off by a position does not. [H6] [T2]
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import copy
 import itertools
 import json
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,11 @@ from selfspec.drafters.medusa import MedusaDrafter
 from selfspec.heads.base import DraftHead, TargetIdentity
 from selfspec.heads.eagle import Eagle1Config, Eagle1Head, EagleHead
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
-from selfspec.loop.sequence import Batch
+from selfspec.loop.batch import Batch
+from selfspec.loop.drafter import Proposal
 from selfspec.model.fuse import fuse
 from selfspec.model.graphs import Graphs
+from selfspec.model.packed_linear import can_pack, pack_linear_layers
 from selfspec.model.target import FINAL
 from selfspec.train.losses import eagle_loss, medusa_loss
 from selfspec.train.module import HeadTraining
@@ -167,7 +170,7 @@ def test_eagle1_training_aligns_with_serving_and_a_shift_does_not(monkeypatch: p
 
     assert acceptance() == 5.0
     # Off by one: an entry gets the feature of the token before its own.
-    monkeypatch.setattr(head, "fuse", lambda features: features[0][..., successor])
+    monkeypatch.setattr(drafter.head, "fuse", lambda features: features[0][..., successor])
     assert acceptance() < 2.5
 
 
@@ -180,9 +183,9 @@ def test_eagle_drafts_in_serving_are_the_ones_that_training_scores() -> None:
     propose = drafter.propose
 
     def spy(batch, num_draft_tokens):  # type: ignore[no-untyped-def]
-        tree = propose(batch, num_draft_tokens)
-        drafted[batch.sequences[0].num_tokens] = tree.tokens[0, 1:].tolist()
-        return tree
+        proposal = propose(batch, num_draft_tokens)
+        drafted[batch.sequences[0].num_tokens] = proposal.tree.tokens[0, 1:].tolist()
+        return proposal
 
     drafter.propose = spy  # type: ignore[method-assign]
     prompt = list(range(3, 15))
@@ -392,17 +395,70 @@ def test_loading_is_strict(tmp_path: Path) -> None:
     rewrite({**weights, "fc.weight": torch.full_like(weights["fc.weight"], float("nan"))})
     with pytest.raises(ValueError, match=r"fc\.weight holds values that are not finite"):
         EagleHead.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is a eagle head, not a medusa head"):
+    with pytest.raises(ValueError, match="is a head of type eagle, not medusa"):
         MedusaHead.from_pretrained(tmp_path)
     record = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**record, "wings": 2}))
-    with pytest.raises(ValueError, match="unknown keys for a eagle head: wings"):
+    with pytest.raises(ValueError, match="of a head of type eagle has unknown keys: wings$"):
         EagleHead.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="holds no head"):
         EagleHead.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no such folder"):
         EagleHead.from_pretrained(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("written_by", "is_newer"), [("0.0.9", False), (version("selfspec"), False), ("0.10.0", True), ("99", True)]
+)
+@pytest.mark.parametrize("place", ["head", "target"])
+def test_a_key_of_a_newer_version_names_that_version(place: str, written_by: str, is_newer: bool, tmp_path: Path) -> None:
+    reduced_head(tiny_target("llama")).save_pretrained(tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    assert record["selfspec_version"] == version("selfspec")
+    record["selfspec_version"] = written_by
+    (record if place == "head" else record["target"])["wings"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    advice = f"; selfspec {written_by} wrote it and this is version {version('selfspec')}, so update selfspec"
+    with pytest.raises(ValueError, match=rf"has unknown keys: wings{advice if is_newer else ''}$"):
+        EagleHead.from_pretrained(tmp_path)
+
+
+def test_a_key_that_the_target_lacks_is_named(tmp_path: Path) -> None:
+    reduced_head(tiny_target("llama")).save_pretrained(tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    del record["target"]["hidden_size"]
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="the target in config.json lacks keys: hidden_size"):
+        EagleHead.from_pretrained(tmp_path)
+
+
+@pytest.mark.skipif(not can_pack(), reason="this torch build has no packed linear layers")
+def test_a_head_laid_out_for_decoding_is_not_saved(tmp_path: Path) -> None:
+    """Its state has fewer weights than a head of its config, and nothing could load it."""
+    head = eagle_head(tiny_target("llama"), feature_layers=(1, 2, 3))
+    assert pack_linear_layers(head) > 0
+    with pytest.raises(ValueError, match=r"has no fc\.weight to save \(\d+ of \d+ weights are missing\) because its layers"):
+        head.save_pretrained(tmp_path / "head")
+    assert not (tmp_path / "head").exists()
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_a_head_of_any_rotary_scaling_is_saved(kind: str, tmp_path: Path) -> None:
+    scaling: dict[str, object] = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 64}
+    if kind == "llama3":
+        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    head = eagle_head(tiny_target("llama"), rope_scaling=scaling)
+    head.save_pretrained(tmp_path)
+    assert torch.equal(EagleHead.from_pretrained(tmp_path).midlayer.self_attn.inv_freq, head.midlayer.self_attn.inv_freq)
+
+
+def test_saving_draws_no_random_number(tmp_path: Path) -> None:
+    """A training run that saves goes on as one that does not."""
+    head = eagle_head(tiny_target("llama"))
+    before = torch.get_rng_state()
+    head.save_pretrained(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_another_target_is_refused_by_name() -> None:
@@ -422,9 +478,10 @@ def proposals(drafter: EagleDrafter, target: Target, monkeypatch: pytest.MonkeyP
     trees: list[CandidateTree] = []
     propose = drafter.propose
 
-    def recorded(batch: Batch, num_draft_tokens: int) -> CandidateTree:
-        trees.append(propose(batch, num_draft_tokens))
-        return trees[-1]
+    def recorded(batch: Batch, num_draft_tokens: int) -> Proposal:
+        proposal = propose(batch, num_draft_tokens)
+        trees.append(proposal.tree)
+        return proposal
 
     monkeypatch.setattr(drafter, "propose", recorded)
     prompts, sampling = random_prompts(5, (1, 40), seed=5), SamplingParams(max_new_tokens=12, ignore_eos=True)
@@ -442,7 +499,7 @@ def test_a_fused_head_drafts_the_same_trees(
     """In a few launches a pass, with paths instead of ancestor masks; and batches of more rows than it is for."""
     target = tiny_target("llama")
     if is_rehearsed:
-        target.graphs = Graphs(target.device, is_rehearsal=True)
+        target.passes.graphs = Graphs(target.device, is_rehearsal=True)
     head = eagle_head(target, feature_layers=(1, 2, 3), draft_vocab_size=20, has_lm_head=False, **changes).eval()
     head.initialise(target.model, torch.arange(3, 23))
     settings = {"num_draft_tokens": 4, "num_nodes": 12, "width": 3}
@@ -462,7 +519,7 @@ def test_features_that_waited_for_many_steps_draft_the_same_trees(
     """Where speculation paused, and where prompts are entered in chunks."""
     target = tiny_target("llama")
     if is_rehearsed:
-        target.graphs = Graphs(target.device, is_rehearsal=True)
+        target.passes.graphs = Graphs(target.device, is_rehearsal=True)
     head = eagle_head(target, feature_layers=(1, 2, 3)).eval()
     monkeypatch.setattr("selfspec.drafters.eagle.PREFILL_CHUNK", 7)
     monkeypatch.setattr("selfspec.drafters.eagle.MAX_PENDING", 9)
@@ -472,12 +529,13 @@ def test_features_that_waited_for_many_steps_draft_the_same_trees(
         drafter = EagleDrafter(target, copy.deepcopy(head), num_draft_tokens=3, num_nodes=8, width=2)
         propose, trees, number = drafter.propose, {}, itertools.count()
 
-        def recorded(batch: Batch, num_draft_tokens: int) -> CandidateTree:
-            tree = propose(batch, 3 if drafts_at(next(number)) else 0)
+        def recorded(batch: Batch, num_draft_tokens: int) -> Proposal:
+            proposal = propose(batch, 3 if drafts_at(next(number)) else 0)
+            tree = proposal.tree
             for sequence, tokens, parents in zip(batch.sequences, tree.tokens.tolist(), tree.parents.tolist(), strict=True):
                 if tree.num_nodes > 1:
                     trees[*sequence.request.prompt_ids, *sequence.token_ids] = tokens, parents
-            return tree
+            return proposal
 
         monkeypatch.setattr(drafter, "propose", recorded)
         prompts = random_prompts(5, (1, 40), seed=5)
@@ -532,14 +590,14 @@ def test_an_aligned_head_is_right_in_any_batch(
     if device == "cpu":
         monkeypatch.setattr("selfspec.drafters.eagle.lay_out", fuse)
     target = Target(copy.deepcopy(source.model).to(device, dtype))
-    target.graphs = Graphs(target.device, is_rehearsal=device == "cpu")
+    target.passes.graphs = Graphs(target.device, is_rehearsal=device == "cpu")
     drafter = EagleDrafter(target, copy.deepcopy(head), num_draft_tokens=4, width=6, num_nodes=32)
     assert (drafter._pass is not None) is (device == "cpu" or dtype == torch.bfloat16)
     prompts = [text_of(successor, 3 + number % 29) for number in range(2 * batch_size)]
     got = generate(target, prompts, drafter=drafter, sampling=GREEDY, batch_size=batch_size, use_cost_guard=False)
     lengths = [completion.acceptance_length for completion in got]
     # Many rows have few nodes each on a GPU: a tree of four emits four tokens at most.
-    assert sum(lengths) / len(lengths) > (4.8 if target.most_nodes(batch_size) > 4 else 3.5)
+    assert sum(lengths) / len(lengths) > (4.8 if target.passes.most_nodes(batch_size) > 4 else 3.5)
 
 
 @pytest.mark.parametrize("changes", [{"has_qk_norm": True}, {"norm_before_residual": True}], ids=str)

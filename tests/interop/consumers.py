@@ -1,9 +1,9 @@
 """Exports against the packages that load them: `python tests/interop/consumers.py speculators`, or `vllm`.
 
-Their pins differ from ours, so that this is a script and no test; docs/interop.md says how to make the environment. Loading
-there is no proof, as loaders pass over what is missing: every parameter must come from the file, none may be NaN, and what
-can be computed without a GPU must equal ours: from speculators the logits of three drafted depths, from vLLM the fused
-features and Medusa's hidden states.
+This is a script and not a test, because the pins of these packages differ from ours. docs/interop.md says how to make the
+environment. Loading alone proves nothing, because loaders ignore what is missing. So every parameter must come from the
+file, none may be NaN, and what can be computed without a GPU must equal ours: the logits of three drafted depths from
+speculators, the fused features and Medusa's hidden states from vLLM.
 """
 
 from __future__ import annotations

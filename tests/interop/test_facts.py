@@ -86,7 +86,7 @@ def test_layers_that_the_target_does_not_have_are_an_error(
 def test_each_config_says_all_that_its_readers_would_otherwise_guess(
     engine: str, make_eagle: Callable[..., EagleHead], target: Target, tmp_path: Path
 ) -> None:
-    """[H9] defaults differ, so that every flag is written, the false ones too."""
+    """[H9] every flag is written, also the false ones, because defaults differ."""
     head = make_eagle(has_fc_norm=False, feeds_normed=False)
     config, tensors = exported(head, target, engine, tmp_path)
     for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
@@ -226,7 +226,7 @@ def test_rotary_frequencies_keep_their_precision(make_eagle: Callable[..., Eagle
 def test_rope_parameters_are_right_where_rope_theta_differs(
     make_eagle: Callable[..., EagleHead], target: Target, tmp_path: Path
 ) -> None:
-    """transformers 5 writes the real base there, and a class's default beside it."""
+    """transformers 5 writes the real base to `rope_parameters`, and may leave a class's default in `rope_theta`."""
     config, _ = exported(make_eagle(rope_theta=5e5), target, "vllm", tmp_path)
     changed = {**config, "rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
     (tmp_path / "vllm" / "config.json").write_text(json.dumps(changed))

@@ -1,7 +1,7 @@
 """Tiny checkpoints under the names that other tools publish, against a forward written out here in plain torch.
 
-The reference reads the files by their own names and takes the target's features from transformers' `hidden_states`, so that
-a wrong layer, map, norm or order of the halves shows as other logits.
+The reference reads the files by their own names, and takes the target's features from transformers' `hidden_states`. A wrong
+layer, map, norm or order of the halves therefore shows as other logits.
 """
 
 from __future__ import annotations

@@ -69,11 +69,11 @@ def test_a_missing_tensor_is_named(name: str, eagle_folder: Path, target: Target
         ({"fc.weight": torch.randn(32, 96) * 1e20}, r"fc\.weight looks like memory that was never written to"),
         ({"fc.weight": torch.randn(32, 96) * 1e-36}, r"fc\.weight looks like memory that was never written to"),
         ({"norm.weight": torch.zeros(32)}, r"norm\.weight is all zeros"),
-        ({"layers.0.hidden_norm.weight": torch.ones(32)}, r"hidden_norm\.weight is there under another name, too"),
+        ({"layers.0.hidden_norm.weight": torch.ones(32)}, r"hidden_norm\.weight is also there under another name"),
         ({"embed_tokens.weight": torch.randn(61, 32)}, r"embed_tokens\.weight is not llama's embedding"),
         ({"d2t": torch.zeros(19, dtype=torch.int64)}, "d2t has 19 entries and lm_head.weight 20 rows"),
-        ({"d2t": torch.arange(20) * 2 + 30}, "d2t does not lead to as many tokens"),
-        ({"d2t": -torch.arange(20)}, "d2t does not lead to as many tokens"),
+        ({"d2t": torch.arange(20) * 2 + 30}, "d2t does not map to as many target tokens"),
+        ({"d2t": -torch.arange(20)}, "d2t does not map to as many target tokens"),
         ({"d2t": torch.zeros(20, dtype=torch.int64)}, "t2d and d2t name different tokens"),
     ],
 )
@@ -90,12 +90,12 @@ def test_an_unsound_tensor_is_named(tensors: Tensors, reason: str, eagle_folder:
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"mlp_bias": True}, "mlp_bias is True"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
-        ({"hidden_size": 64}, "hidden_size is 64, and llama's is 32"),
-        ({"target_hidden_size": 64}, "target_hidden_size is 64, and llama's is 32"),
+        ({"hidden_size": 64}, "hidden_size is 64, but llama's is 32"),
+        ({"target_hidden_size": 64}, "target_hidden_size is 64, but llama's is 32"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "does not say original_max_position_embeddings"),
-        ({"fc_norm": False}, r"fc_norm is False in the config, and fc_norm\.0\.weight is there"),
-        ({"norm_before_fc": True}, r"norm_before_fc is True in the config, and input_norm\.weight is not there"),
+        ({"fc_norm": False}, r"fc_norm is False in the config, but fc_norm\.0\.weight is there"),
+        ({"norm_before_fc": True}, r"norm_before_fc is True in the config, but input_norm\.weight is missing"),
         ({"draft_vocab_size": 30}, "draft_vocab_size is 30, and lm_head.weight has 20 rows"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false"),
         ({"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash', and selfspec reads eagle3"),
@@ -138,7 +138,7 @@ def test_a_pickle_is_read_as_weights_alone(eagle_folder: Path, target: Target, t
     with pytest.raises(ValueError, match=r"pytorch_model\.bin: this pickle could not be read as weights alone"):
         import_head(str(eagle_folder), target)
     torch.save({"step": 3, **state}, eagle_folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="it holds something else than named tensors"):
+    with pytest.raises(ValueError, match="it holds something other than named tensors"):
         import_head(str(eagle_folder), target)
     assert not (tmp_path / "owned").exists()
 
@@ -158,11 +158,11 @@ def test_medusa_refusals(make_medusa: Callable[..., MedusaHead], target: Target,
     (tmp_path / "c" / "medusa_lm_head.safetensors").rename(tmp_path / "c" / "model.safetensors")
     sound = load_file(tmp_path / "c" / "model.safetensors")
     for tensors, config, reason in (
-        ({}, {"medusa_num_heads": 5}, "medusa_num_heads is 5 in the config, and there are the weights of 3"),
-        ({}, {"medusa_num_layers": 2}, "medusa_num_layers is 2 in the config, and there are the weights of 1"),
+        ({}, {"medusa_num_heads": 5}, "medusa_num_heads is 5 in the config, but there are the weights of 3"),
+        ({}, {"medusa_num_layers": 2}, "medusa_num_layers is 2 in the config, but there are the weights of 1"),
         ({"token_map": torch.arange(9)}, {}, "drafts a part of the vocabulary"),
         ({"1.0.linear.bias": None}, {}, r"heads\.1\.0\.linear\.bias is missing"),
-        ({"0.1.weight": None}, {}, "original_lm_head is true, and there is not one LM head"),
+        ({"0.1.weight": None}, {}, "original_lm_head is true, but there is not just one LM head"),
         ({"0.1.weight": torch.randn(61, 32)}, {}, "serves all heads and is not llama's LM head"),
         ({}, {"original_lm_head": False}, r"outputs\.1\.weight is missing"),
     ):
@@ -186,7 +186,9 @@ def test_folders_without_a_checkpoint(target: Target, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=reason):
             import_head(str(tmp_path), target)
     save_file({"tower.weight": torch.randn(2, 2)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="neither Medusa nor EAGLE heads nor a model are called so: tower.weight"):
+    with pytest.raises(
+        ValueError, match="no Medusa heads, EAGLE heads or model that selfspec knows; its tensors are tower.weight"
+    ):
         import_head(str(tmp_path), target)
     save_file({"tower.weight": torch.randn(2, 2)}, tmp_path / "more.safetensors")
     with pytest.raises(ValueError, match=r"tower\.weight is in more\.safetensors|tower\.weight is in model\.safetensors"):

@@ -185,7 +185,7 @@ def test_what_no_engine_has_is_refused_by_name(
     for name, engine, reason in (
         ("root", "medusa", "medusa cannot express this head: it has_root_input"),
         ("root", "sglang", "sglang has no medusa heads"),
-        ("early", "vllm", "vllm has no early_exit heads: selfspec serves this one alone"),
+        ("early", "vllm", "vllm has no early_exit heads: choose another format or serve it with selfspec"),
         ("draft", "speculators", "speculators has no draft models: export to vllm or sglang"),
         ("eagle", "medusa", "medusa has no eagle heads"),
         ("eagle1", "speculators", "speculators has no EAGLE-1 heads: export to vllm or sglang"),

@@ -13,13 +13,15 @@ from transformers import PreTrainedTokenizerFast
 from selfspec.api import Completion, generate, stream
 from selfspec.config import SamplingParams
 from selfspec.loop.accept import accept
-from selfspec.loop.decode import Step, decode
-from selfspec.loop.drafter import Drafter
+from selfspec.loop.batch import Batch
+from selfspec.loop.decode import decode
+from selfspec.loop.drafter import Drafter, Proposal
 from selfspec.loop.planner import Planner
 from selfspec.loop.sampling import Sampler
-from selfspec.loop.sequence import Batch, Request, Sequence
+from selfspec.loop.sequence import Request, Sequence
+from selfspec.loop.step import Step
 from selfspec.model.target import Target
-from selfspec.tree import CandidateTree, chain
+from selfspec.tree import chain
 
 # Tokens drafted a pass; all are right, so a pass emits K + 1 and its last token is the bonus token.
 K = 4
@@ -49,13 +51,13 @@ class TrueDrafter(Drafter):
     def retire(self, sequence: Sequence) -> None:
         self.retired.append(sequence)
 
-    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
         depth = K if self.is_eager else num_draft_tokens
         rows = []
         for sequence in batch.sequences:
             truth = self.answers[tuple(sequence.request.prompt_ids)][len(sequence.token_ids) :][:depth]
             rows.append(truth + [0 if self.is_eager else -1] * (depth - len(truth)))
-        return chain(batch.roots, torch.tensor(rows, dtype=torch.int64).view(len(rows), depth))
+        return Proposal(chain(batch.roots, torch.tensor(rows, dtype=torch.int64).view(len(rows), depth)))
 
 
 def greedy(model: transformers.PreTrainedModel, prompt: list[int], count: int, banned: tuple[int, ...] = ()) -> list[int]:

@@ -17,10 +17,11 @@ from strategies import PROPERTY
 from selfspec.config import SamplingParams
 from selfspec.drafters import DraftModelDrafter
 from selfspec.loop.accept import Acceptance
+from selfspec.loop.batch import Batch
 from selfspec.loop.decode import decode
-from selfspec.loop.drafter import Drafter
-from selfspec.loop.planner import Planner
-from selfspec.loop.sequence import Batch, Request
+from selfspec.loop.drafter import Drafter, Proposal
+from selfspec.loop.planner import Ask, Planner
+from selfspec.loop.sequence import Request, open_sequence
 from selfspec.model.target import Target
 from selfspec.tree import CandidateTree, chain, from_parents
 
@@ -35,10 +36,11 @@ class FixedDrafter(Drafter):
     def __init__(self, *, is_costly: bool) -> None:
         self.is_costly = is_costly
 
-    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
-        return chain(batch.roots)
+    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
+        return Proposal(chain(batch.roots))
 
 
+WHOLE = Ask(K)
 COSTLY = FixedDrafter(is_costly=True)
 CHEAP = FixedDrafter(is_costly=False)
 
@@ -63,12 +65,22 @@ def batch_of(target: Target, *rooms: int) -> Batch:
     """A batch whose rows may still emit so many tokens."""
     batch = Batch(target, target.new_cache())
     for room in rooms:
-        batch.add(batch.open(Request([1, 2, 3], SamplingParams(max_new_tokens=room))))
+        batch.add(open_sequence(target, Request([1, 2, 3], SamplingParams(max_new_tokens=room)), batch.cache.open_row()))
     return batch
 
 
-def observe(planner: Planner, tree: CandidateTree, acceptance: Acceptance, draft: float, verify: float) -> None:
-    planner.observe(tree, planner.measure(tree).tolist(), acceptance.num_accepted.tolist(), draft, verify)
+def ask(planner: Planner, drafter: Drafter, batch: Batch) -> Ask:
+    """As a step asks."""
+    limit = min(drafter.num_draft_tokens, max(sequence.max_depth for sequence in batch.sequences))
+    return planner.ask(limit, len(batch), is_costly=drafter.is_costly)
+
+
+def observe(
+    planner: Planner, tree: CandidateTree, acceptance: Acceptance, draft: float, verify: float, asked: Ask | None = None
+) -> None:
+    planner.observe(
+        asked or Ask(tree.max_depth), tree, planner.measure(tree).tolist(), acceptance.num_accepted.tolist(), draft, verify
+    )
 
 
 def outcome(tree: CandidateTree, num_accepted: list[int]) -> Acceptance:
@@ -92,10 +104,11 @@ def take_steps(
     """
     depths = []
     for _ in range(count):
-        depth = planner.num_draft_tokens(drafter, batch)
+        asked = ask(planner, drafter, batch)
+        depth = asked.depth
         tree = chain(torch.ones(len(batch), dtype=torch.int64), torch.ones(len(batch), depth, dtype=torch.int64))
         acceptance = outcome(tree, [min(num_holding, depth)] * len(batch))
-        observe(planner, tree, acceptance, draft * depth, verify(depth + 1))
+        observe(planner, tree, acceptance, draft * depth, verify(depth + 1), asked)
         depths.append(depth)
     return depths
 
@@ -153,7 +166,7 @@ def test_the_depth_chosen_has_the_most_expected_tokens_a_second(
         observe(planner, tree, outcome(tree, [min(depth, num_holding)]), draft * depth, seconds[depth])
     rates = [(1 + min(depth, num_holding)) / (seconds[depth] + draft * depth) for depth in range(K + 1)]
     batch = batch_of(target, 1000)
-    chosen = [planner.num_draft_tokens(COSTLY, batch) for _ in range(10)]
+    chosen = [ask(planner, COSTLY, batch).depth for _ in range(10)]
     # The second step is the probe of plain decoding; counts that fade are not whole, so near-ties may go either way.
     del chosen[1]
     assert len(set(chosen)) == 1
@@ -195,8 +208,7 @@ def test_one_slow_first_pass_does_not_decide_for_ever(target: Target) -> None:
     whole = tree_with_chances([[0.9] * K])
     sizes = []
     for step in range(600):
-        planner.num_draft_tokens(CHEAP, batch)
-        tree = planner.prune(whole)
+        tree = planner.prune(whole, ask(planner, CHEAP, batch))
         observe(planner, tree, outcome(tree, [0]), 0.0, 50.0 if step == 0 else 1.0)
         sizes.append(tree.num_nodes)
     assert usual(sizes[-100:]) == K + 1
@@ -230,7 +242,7 @@ def test_pruning_keeps_the_number_of_nodes_with_the_most_expected_tokens_a_secon
         observe(planner, replace(tree, scores=None), outcome(tree, [0] * B), 0.0, seconds[size - 1])
     gains = [sum(sum(sorted(row)[len(row) - count :]) for row in chances) for count in range(8)]
     rates = [(B + gain) / time for gain, time in zip(gains, seconds, strict=True)]
-    pruned = planner.prune(whole)
+    pruned = planner.prune(whole, WHOLE)
     assert rates[pruned.num_nodes - 1] >= max(rates) * (1 - 1e-5)
     assert torch.equal(pruned.tokens, whole.prune(pruned.num_nodes).tokens)
 
@@ -244,7 +256,7 @@ def test_what_the_scores_promised_is_compared_with_what_came(promised: float, ke
     for step in range(300):
         held = 2 if (step * kept) % 1 < kept else 0
         # Every size is measured before it is up to the planner.
-        tree = planner.prune(whole) if step > 100 else whole.prune(1 + step % 3)
+        tree = planner.prune(whole, WHOLE) if step > 100 else whole.prune(1 + step % 3)
         observe(planner, tree, outcome(tree, [min(held, tree.max_depth)]), 0.0, 1 + 0.25 * (tree.num_nodes - 1))
         size = tree.num_nodes
     assert size == expected
@@ -259,7 +271,7 @@ def test_padding_promises_nothing() -> None:
     tree = from_parents(tokens, parents, scores)
     for size in range(1, 5):
         observe(planner, tree.prune(size), outcome(tree.prune(size), [0, 0]), 0.0, 1 + 0.2 * size)
-    assert planner.prune(tree).num_nodes == 2
+    assert planner.prune(tree, WHOLE).num_nodes == 2
 
 
 def sampled_chain() -> CandidateTree:
@@ -275,13 +287,13 @@ def test_a_sampled_tree_is_never_pruned_by_its_own_scores() -> None:
     for size in range(1, 5):
         tree = replace(drawn, draft_probs=None).prune(size)
         observe(planner, tree, outcome(tree, [0]), 0.0, float(size))
-    assert planner.prune(drawn) is drawn
-    assert planner.prune(replace(drawn, draft_probs=None)).num_nodes < 4
+    assert planner.prune(drawn, WHOLE) is drawn
+    assert planner.prune(replace(drawn, draft_probs=None), WHOLE).num_nodes < 4
 
 
 def test_a_tree_without_scores_is_verified_whole() -> None:
     tree = chain(torch.tensor([1]), torch.tensor([[2, 3, 4]]))
-    assert Planner().prune(tree) is tree
+    assert Planner().prune(tree, WHOLE) is tree
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -290,7 +302,7 @@ def test_how_much_of_a_sampled_draft_is_verified_is_decided_before_it_is_drawn(t
     asked = []
 
     class Watched(DraftModelDrafter):
-        def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+        def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
             asked.append(num_draft_tokens)
             return super().propose(batch, num_draft_tokens)
 
@@ -312,7 +324,7 @@ def test_an_inactive_planner_drafts_everything_and_measures_nothing(target: Targ
     depths = take_steps(planner, batch, 200, num_holding=0, verify=lambda n: float(n), draft=9.0)
     assert set(depths) == {K}
     hopeless = tree_with_chances([[1e-6] * K])
-    assert planner.prune(hopeless) is hopeless
+    assert planner.prune(hopeless, WHOLE) is hopeless
 
 
 @pytest.mark.parametrize("is_active", [True, False])
@@ -323,14 +335,14 @@ def test_no_draft_is_deeper_than_the_roomiest_row_may_emit(
     """[E3] one place is the bonus token's."""
     batch = batch_of(target, *rooms)
     for drafter in (CHEAP, COSTLY):
-        assert Planner(is_active=is_active).num_draft_tokens(drafter, batch) == depth
+        assert ask(Planner(is_active=is_active), drafter, batch).depth == depth
 
 
 def test_a_step_beside_prompts_tells_what_held_and_no_cost() -> None:
     """It waits for the prompts' passes, too."""
     planner = Planner()
     tree = chain(torch.tensor([1]), torch.ones(1, 2, dtype=torch.int64))
-    planner.observe(tree, planner.measure(tree).tolist(), [1], None, None)
+    planner.observe(Ask(2), tree, planner.measure(tree).tolist(), [1], None, None)
     assert not planner._seconds and not planner._draft
     trials = [Planner.PRIOR * Planner.FADE + 1] * 2
     assert planner._trials == trials and planner._hits[0] > planner._hits[1]
@@ -339,10 +351,10 @@ def test_a_step_beside_prompts_tells_what_held_and_no_cost() -> None:
 def test_a_drafts_cost_is_that_of_the_depth_drafted_whatever_was_pruned(target: Target) -> None:
     """And a depth that was not tried is guessed from those that were."""
     planner = Planner()
-    asked = planner.num_draft_tokens(COSTLY, batch_of(target, 1000))
-    assert asked == K
+    asked = ask(planner, COSTLY, batch_of(target, 1000))
+    assert asked.depth == K
     pruned = chain(torch.tensor([1]), torch.ones(1, 2, dtype=torch.int64))
-    observe(planner, pruned, outcome(pruned, [0]), 7.0, 1.0)
+    observe(planner, pruned, outcome(pruned, [0]), 7.0, 1.0, asked)
     seconds = planner._draft_seconds(1)
     assert [seconds(depth) for depth in (0, 2, K)] == [0.0, 3.0, 7.0]
 
@@ -358,4 +370,4 @@ def test_probes_become_rarer_where_nothing_ever_pays(target: Target) -> None:
     # A step without drafts, taken to measure it, does not count.
     assert all(after >= before - 1 for before, after in pairwise(gaps))
     assert gaps[0] < Planner.MAX_PAUSE <= max(gaps) < Planner.MAX_PAUSE + 16
-    assert planner.num_draft_tokens(COSTLY, batch) == 0
+    assert ask(planner, COSTLY, batch).depth == 0

@@ -11,7 +11,7 @@ from support import FAMILIES, OracleTreeDrafter, random_prompts, tiny_model
 from torch import nn
 
 from selfspec import SamplingParams, Target, generate
-from selfspec.cache.kv import CacheRow
+from selfspec.cache.blocks import CacheRow
 from selfspec.drafters import DraftModelDrafter
 from selfspec.model import fuse as fusing
 from selfspec.model.fuse import (

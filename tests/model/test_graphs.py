@@ -11,8 +11,8 @@ from support import OracleTreeDrafter, eagle_head, identity, random_prompts, tin
 from selfspec import SamplingParams, Target, generate
 from selfspec.drafters import Drafter, DraftModelDrafter, EagleDrafter, MedusaDrafter, NgramDrafter
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
-from selfspec.model.graphs import DEPTH_BUCKETS, NODE_BUCKETS, Graphs, bucket, column_bucket
-from selfspec.model.target import GraphShape
+from selfspec.model.graphs import Graphs
+from selfspec.model.passes import DEPTH_BUCKETS, NODE_BUCKETS, GraphShape, Passes, bucket, column_bucket, fill_rows
 from selfspec.tree import chain, from_parents
 
 
@@ -56,11 +56,11 @@ def test_a_run_by_graphs_emits_what_a_run_without_them_does(device: str, name: s
     """On the CPU as a rehearsal."""
     target = Target(tiny_model("llama").to(device), name="tiny")
     options = {"sampling": SAMPLINGS[sampling], "batch_size": batch_size, "use_cost_guard": False}
-    target.graphs = None
+    target.passes.graphs = None
     plain = generate(target, PROMPTS, drafter=DRAFTERS[name](target), **options)
-    target.graphs = Graphs(target.device, is_rehearsal=device == "cpu")
+    target.passes.graphs = Graphs(target.device, is_rehearsal=device == "cpu")
     by_graphs = generate(target, PROMPTS, drafter=DRAFTERS[name](target), **options)
-    assert len(target.graphs) > 0 and not target.graphs.refused
+    assert len(target.passes.graphs) > 0 and not target.passes.graphs.refused
     for ours, theirs in zip(by_graphs, plain, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert ours.num_target_passes == theirs.num_target_passes
@@ -92,9 +92,9 @@ def test_sampled_steps_emit_what_plain_sampling_does(name: str) -> None:
     settings = [FILTERED, {}, {"temperature": 1.3}, {"temperature": 1.0, "top_k": 3}, {"temperature": 0.9, "top_p": 0.6}]
     params = [SamplingParams(seed=i, **common, **each) for i, each in enumerate(settings)]
     for sampling in (SamplingParams(seed=7, **common, **FILTERED), params):
-        target.graphs = None
+        target.passes.graphs = None
         expected = [c.token_ids for c in generate(target, PROMPTS, sampling=sampling)]
-        target.graphs = Graphs(target.device, is_rehearsal=True)
+        target.passes.graphs = Graphs(target.device, is_rehearsal=True)
         for max_batch in (1, 3):
             got = generate(
                 target,
@@ -105,19 +105,22 @@ def test_sampled_steps_emit_what_plain_sampling_does(name: str) -> None:
                 use_cost_guard=False,
             )
             assert [c.token_ids for c in got] == expected, max_batch
-        assert len(target.graphs) > 0
+        assert len(target.passes.graphs) > 0
 
 
 def test_a_tree_is_padded_with_what_can_change_nothing() -> None:
     tree = from_parents(torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, 0]]))
-    shape = GraphShape.of(tree, [None])  # type: ignore[list-item]
+    passes = Passes(Graphs(torch.device("cpu"), is_rehearsal=True))
+    shape = passes.shape_of(tree, 1)
     assert shape == GraphShape(num_rows=1, num_nodes=4, max_depth=1, is_chain=False)
-    tokens, parents, depths = shape.pad(tree)
+    tokens, parents, depths = shape.pad(tree).unbind(1)
     assert tokens.tolist() == [[5, 6, 7, -1]] and parents.tolist() == [[-1, 0, 0, -1]] and depths.tolist() == [[0, 1, 1, 0]]
     one = chain(torch.tensor([3, 4, 9]))
-    shape = GraphShape.of(one, [None] * 3)  # type: ignore[list-item]
+    shape = passes.shape_of(one, 3)
     assert shape == GraphShape(num_rows=4, num_nodes=1, max_depth=0, is_chain=True)
-    assert shape.pad(one)[0].tolist() == [[3], [4], [9], [9]]
+    assert fill_rows(shape.pad(one), shape.num_rows)[:, 0].tolist() == [[3], [4], [9], [9]]
+    # Without graphs nothing is padded.
+    assert Passes().shape_of(tree, 1) is None and Passes().num_slots(3) == 3 and passes.num_slots(3) == 4
 
 
 def test_buckets() -> None:
@@ -149,15 +152,15 @@ def test_a_prompt_is_read_by_graphs_as_without(size: int) -> None:
     tree = from_parents(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[-1, 0, 0, 1]]))
     results = []
     for graphs in (None, Graphs(target.device, is_rehearsal=True)):
-        target.graphs = graphs
+        target.passes.graphs = graphs
         cache = target.new_cache(block_size=4)
         for _ in range(3):
             row = cache.open_row()
             features = target.prefill(ids, row, cache, features=(1, 2), chunk_size=80)
             assert row.length == size and len(row.blocks) == -(-size // 4)
-            target.graphs = None
+            target.passes.graphs = None
             results.append([target.verify(tree, [row], cache).logits, *features.values()])
-            target.graphs = graphs
+            target.passes.graphs = graphs
             cache.release(row)
         assert graphs is None or len(graphs) > 0
     for other in results[1:]:
@@ -167,29 +170,27 @@ def test_a_prompt_is_read_by_graphs_as_without(size: int) -> None:
 
 def test_a_full_cache_takes_a_prompt_without_padding() -> None:
     target = Target(tiny_model("llama"))
-    target.graphs = Graphs(target.device, is_rehearsal=True)
+    target.passes.graphs = Graphs(target.device, is_rehearsal=True)
     cache = target.new_cache(block_size=4, max_tokens=24)
     row = cache.open_row()
     target.prefill(torch.arange(3, 23), row, cache)
-    assert row.length == 20 and cache.num_used_blocks == 5 and len(target.graphs) == 0
+    assert row.length == 20 and cache.num_used_blocks == 5 and len(target.passes.graphs) == 0
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 5])
 def test_no_graph_has_more_rows_than_keep_a_rows_bits(batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """[N1] what rows and nodes are filled up with counts."""
     target = Target(tiny_model("llama"), name="tiny")
-    target.graphs = Graphs(target.device, is_rehearsal=True)
-    target.max_rows = 24
+    target.passes.graphs = Graphs(target.device, is_rehearsal=True)
+    target.passes.max_rows = 24
     shapes: list[GraphShape] = []
-    replay = target.replay
+    run = target.passes.run
 
-    def recorded(
-        key: object, function: object, tree: object, rows: object, cache: object, shape: GraphShape, **rest: object
-    ):
+    def recorded(*args: object, shape: GraphShape, **rest: object):
         shapes.append(shape)
-        return replay(key, function, tree, rows, cache, shape, **rest)  # type: ignore[arg-type]
+        return run(*args, shape=shape, **rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(target, "replay", recorded)
+    monkeypatch.setattr(target.passes, "run", recorded)
     drafter = DRAFTERS["eagle"](target)
     generate(target, PROMPTS, drafter=drafter, sampling=SAMPLINGS["greedy"], batch_size=batch_size, use_cost_guard=False)
     steps = [shape for shape in shapes if not shape.is_chain]

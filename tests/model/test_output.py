@@ -42,7 +42,8 @@ def test_the_slope_is_the_derivative(shape):
     products = torch.linspace(-9, 9, 37, dtype=torch.float64, requires_grad=True)
     logits = shape(products)
     (derivative,) = torch.autograd.grad(logits.sum(), products)
-    torch.testing.assert_close(torch.as_tensor(shape.slope(logits)).expand_as(derivative), derivative)
+    slope = torch.as_tensor(shape.slope(logits), dtype=torch.float64)
+    torch.testing.assert_close(slope.expand_as(derivative), derivative)
 
 
 def test_a_model_with_another_way_is_refused_by_name():

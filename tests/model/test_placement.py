@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from selfspec import SamplingParams, Target, generate
 from selfspec.drafters import NgramDrafter
-from selfspec.loop import decode
+from selfspec.loop import step
+from selfspec.loop.decode import decode
 from selfspec.loop.sequence import Request
 
 PROMPTS = ["the cat sat", "one two three"]
@@ -39,7 +40,7 @@ class Clock:
 def steps(target: Target, prompt: str) -> list[tuple[int, list[int]]]:
     """Nodes and emitted tokens of each step of an answer with the cost guard on."""
     request = Request(target.encode(prompt), SAMPLING.with_(max_new_tokens=80), 0)
-    return [(step.tree.num_nodes, step.emitted[0]) for step in decode.decode(target, [request], drafter=NgramDrafter(6))]
+    return [(taken.tree.num_nodes, taken.emitted[0]) for taken in decode(target, [request], drafter=NgramDrafter(6))]
 
 
 def test_a_device_map_to_one_device_is_served(tiny_target_dir: Path) -> None:
@@ -63,7 +64,7 @@ def test_a_tensor_parallel_model_is_served_by_every_process(tiny_target_dir: Pat
     alone = Target.from_pretrained(tiny_target_dir, device="cpu")
     by_clock = []
     for rank in (0, 1):
-        monkeypatch.setattr(decode, "time", Clock(rank))
+        monkeypatch.setattr(step, "time", Clock(rank))
         by_clock.append(steps(alone, REPETITIVE))
     expected, otherwise = by_clock
     assert [num_nodes for num_nodes, _ in expected] != [num_nodes for num_nodes, _ in otherwise], "clocks decide"
@@ -82,7 +83,7 @@ def main(source: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(source, tp_plan="auto", dtype=torch.float32).eval()
     target = Target(model, AutoTokenizer.from_pretrained(source))
     heads = f"{target.kv_shape.num_kv_heads} of {model.config.num_key_value_heads} KV heads"
-    decode.time = Clock(int(os.environ["RANK"]))  # type: ignore[assignment]
+    step.time = Clock(int(os.environ["RANK"]))  # type: ignore[assignment]
     sys.stdout.write(f"{os.environ['RANK']}: {heads}, {steps(target, REPETITIVE)}\n")
     torch.distributed.destroy_process_group()
 

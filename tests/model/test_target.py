@@ -10,7 +10,7 @@ import torch
 import transformers
 from support import FAMILIES, REFUSED, VOCAB_SIZE, tiny_model, tiny_target
 
-from selfspec.cache.kv import CacheRow
+from selfspec.cache.blocks import CacheRow
 from selfspec.model.packed_linear import PackedLinear, can_pack, pack_linear_layers
 from selfspec.model.target import FINAL, Target
 from selfspec.tree import CandidateTree, chain, from_parents
@@ -190,15 +190,15 @@ def test_ragged_rows_get_the_logits_of_rows_alone() -> None:
 def test_prefill_takes_no_more_rows_than_keep_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """[N1] a pass of more rows would run layers whose bits follow from their number."""
     target = tiny_target("llama")
-    target.max_rows = 7
+    target.passes.max_rows = 7
     sizes: list[int] = []
-    forward = target._forward
+    run = target.run
 
-    def recorded(tree: CandidateTree, *args: Any, **kwargs: Any) -> Any:
+    def recorded(model: Any, tree: CandidateTree, *args: Any, **kwargs: Any) -> Any:
         sizes.append(tree.num_nodes)
-        return forward(tree, *args, **kwargs)
+        return run(model, tree, *args, **kwargs)
 
-    monkeypatch.setattr(target, "_forward", recorded)
+    monkeypatch.setattr(target, "run", recorded)
     row, cache = CacheRow(), target.new_cache()
     features = target.prefill(torch.arange(3, 23), row, cache, features=(1,))
     assert sizes == [7, 7, 6] and row.length == 20 and features[1].shape[1] == 20

@@ -5,24 +5,41 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import ModelCard, ModelCardData
 from support import FAMILIES, tiny_target
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 from selfspec import Target, load_drafter
 from selfspec.cli.main import app
+from selfspec.drafters.draft_model import DraftModelDrafter
+from selfspec.drafters.names import KINDS, STUDENT_SHAPE
 from selfspec.drafters.shipped import identity, load_head, shipped_heads
+from selfspec.heads.base import TargetIdentity
 from selfspec.heads.eagle import Eagle1Config, EagleConfig, EagleHead
 from selfspec.heads.early_exit import DistilledDraft, EarlyExitHead
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
+from selfspec.model.graphs import Graphs
 from selfspec.model.load import QUANTIZED
 from selfspec.plan.accelerators import CARDS, Card, card_of_device
+from selfspec.plan.cards import CardFigures, eval_results, read_figures
 from selfspec.plan.formulas import expected_tokens, kv_bytes
-from selfspec.plan.predict import NOTHING_DRAFTED, assumed_rates, card_acceptance, make_plan, measured_length
+from selfspec.plan.predict import (
+    GRAPHS_SHARE,
+    NOTHING_DRAFTED,
+    assumed_rates,
+    card_acceptance,
+    make_plan,
+    measured_length,
+    memory_of,
+)
 from selfspec.plan.sizes import BYTES_PER_WEIGHT, DraftSize, ModelSize, draft_size, kv_shape_of
+from selfspec.train.card import CardFacts, write_card
+from selfspec.train.evaluation import AcceptanceReport
 
 CARD = Card("test", memory=2e9, bandwidth=1e9, peak=1e12)
 
@@ -122,7 +139,11 @@ def test_a_head_takes_what_it_takes_once_loaded(kind, size, target, heads):
     assert found.weight_bytes == load_head(heads[kind], target, drafter=kind).num_parameters * 4
     cache = getattr(drafter, "_cache", None)
     assert found.kv_bytes_per_token == (0 if cache is None else cache.shape.bytes_per_token(torch.float32))
-    assert found.depth >= drafter.num_draft_tokens
+    on_gpu = STUDENT_SHAPE if kind == "draft_model" else KINDS[kind].default_shape
+    assert found.depth == (3 if kind == "medusa" else on_gpu.on("cuda").num_draft_tokens)
+    assert found.num_nodes == on_gpu.on("cuda").num_nodes
+    assert found.feature_bytes_per_token == len(drafter.features) * target.config.hidden_size * 4
+    assert found.is_second_target == isinstance(drafter, DraftModelDrafter)
 
 
 def test_rows_of_the_targets_lm_head_are_a_copy(size, target, tmp_path):
@@ -165,6 +186,45 @@ def test_memory_adds_up_and_ends_where_it_says(size, heads):
     one_more = make_plan(size, draft, assumed_rates([0.8], draft), card, batch_size=plan.largest_batch + 1, context=100)
     assert not one_more.fits or one_more.best != plan.best
     assert plan.largest_context == size.context_length
+
+
+def test_features_of_prompts_are_memory(tmp_path):
+    """EAGLE-3 for an 8B Llama keeps 3 hidden states of 4,096 bfloat16 values: 24 KiB per token besides 128 KiB of KV."""
+    layer = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = LlamaConfig(**layer, num_hidden_layers=32, vocab_size=128256, max_position_embeddings=8192, dtype="bfloat16")
+    config.save_pretrained(tmp_path / "target")
+    target = ModelSize.of(tmp_path / "target")
+    shape = {"intermediate_size": 14336, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "draft_vocab_size": 32000}
+    record = TargetIdentity(
+        name="target",
+        revision=None,
+        model_type="llama",
+        hidden_size=4096,
+        num_layers=32,
+        vocab_size=128256,
+        tokenizer="",
+        embedding=(),
+        lm_head=(),
+    )
+    head = EagleConfig(target=record, feature_layers=(2, 16, 29), **shape)
+    (tmp_path / "config.json").write_text(json.dumps(head.to_dict()))
+    draft = draft_size(f"eagle:{tmp_path}", target)
+    memory = memory_of(target, draft, CARDS["h100"], num_rows=4, num_tokens=4000, num_nodes=16)
+    num_slots = 4 * 4016
+    assert memory["KV cache"] == num_slots * 128 * 1024
+    assert memory["prompt features, at most"] == num_slots * 24 * 1024
+    assert memory["draft KV cache"] == num_slots * 4 * 1024
+
+
+def test_every_target_has_graphs(size, tiny_target_dir, monkeypatch):
+    shares = {None: 1, "ngram": 1, "truncated:1": 2, f"draft_model:{tiny_target_dir}": 2}
+    for spec, num_targets in shares.items():
+        draft = None if spec is None else draft_size(spec, size)
+        memory = memory_of(size, draft, CARD, num_rows=1, num_tokens=16, num_nodes=1)
+        assert memory["CUDA graphs, at most"] == round(num_targets * GRAPHS_SHARE * CARD.memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80_000_000_000))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    assert Graphs(torch.device("cuda")).max_bytes == GRAPHS_SHARE * 80_000_000_000
 
 
 def test_what_does_not_fit_says_so(size):
@@ -217,6 +277,52 @@ def test_a_card_says_what_it_measured():
         card_acceptance(DraftSize("x", card="# Nothing measured"))
 
 
+def test_metadata_says_what_was_measured():
+    figures = CardFigures(length=2.61234, rates=(0.81, 0.52, 0.281), depth=3, num_nodes=24)
+    results = eval_results("held_out.jsonl", figures, {"qa": 2.0, "rag": 3.0})
+    data = ModelCardData(library_name="selfspec", model_name="head", eval_results=results)
+    card = f"---\n{data.to_yaml()}\n---\n\n# A head\n\nwhose words say nothing"
+    assert read_figures(card) == replace(figures, length=2.6123)
+    [model] = ModelCard(card).data.to_dict()["model-index"]
+    assert [result["dataset"].get("config") for result in model["results"]] == [None, "qa", "rag"]
+    assert card_acceptance(DraftSize("x", card=card)).trees[-1].expected_tokens == pytest.approx(2.611)
+    assert card_acceptance(DraftSize("x", card=card)).trees[-1].num_nodes == 24
+    length = eval_results("held_out.jsonl", CardFigures(length=2.5, depth=4, num_nodes=9))
+    data = ModelCardData(library_name="selfspec", model_name="head", eval_results=length)
+    tree = card_acceptance(DraftSize("x", card=f"---\n{data.to_yaml()}\n---\n")).trees[-1]
+    assert (tree.num_nodes, tree.depth) == (9, 4) and tree.expected_tokens == pytest.approx(2.5)
+
+
+def test_metadata_of_others_is_passed_over():
+    other = "---\nmodel-index:\n- name: x\n---\n| prompts | acceptance length |\n| --- | --- |\n| all | 2.30 |"
+    assert read_figures(other).length == 2.3
+    with pytest.raises(ValueError, match="metadata that cannot be read"):
+        read_figures("---\na: b: c\n---\n")
+
+
+def test_the_plan_reads_the_card_that_training_writes(tmp_path):
+    report = AcceptanceReport(
+        num_prompts=4, num_tokens=300, length=2.6, rates=[0.81, 0.52, 0.27], lengths={"qa": 2.1, "rag": 3.2}
+    )
+    facts = CardFacts(
+        kind="eagle",
+        target="org/target",
+        num_parameters=1000,
+        data={"file": "train.jsonl"},
+        training={"steps": "10 of 100 tokens"},
+        acceptance=report,
+        eval_file="held_out.jsonl",
+        num_eval_tokens=96,
+        command="train_eagle.py config.yaml",
+        versions={"selfspec": "0"},
+    )
+    write_card(tmp_path, facts)
+    text = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert (read_figures(text).length, read_figures(text).rates) == (2.6, (0.81, 0.52, 0.27))
+    tree = card_acceptance(DraftSize("eagle", card=text)).trees[-1]
+    assert tree.depth == 3 and tree.expected_tokens == pytest.approx(2.6)
+
+
 @pytest.mark.parametrize("head", shipped_heads(), ids=lambda folder: folder.name)
 def test_every_shipped_head_has_a_card_that_can_be_read(head):
     draft = DraftSize(head.name, card=(head / "README.md").read_text(encoding="utf-8"))
@@ -261,7 +367,7 @@ def test_the_command_shows_memory_and_sizes(run, heads):
     output = " ".join(run("--drafter", f"medusa:{heads['medusa']}", "--gpu", "l4", "--alpha", "0.5,0.2").output.split())
     assert "It fits." in output and "Largest batch" in output
     assert "weights 0.00" in output and "l4 24.00" in output
-    assert "assumed: a draft token holds with chance 0.5, 0.2 by rank" in output
+    assert "assumed: a draft token is accepted with chance 0.5, 0.2 by rank" in output
 
 
 def test_the_command_speaks_json(run):
@@ -290,9 +396,9 @@ def test_without_an_accelerator_one_must_be_named(run):
         (["--gpu", "abacus"], "gpu 'abacus' is not in the table: use a10"),
         (["--gpu", "h100", "--alpha", "2", "--drafter", "ngram"], "acceptance rate 2.0 is not allowed"),
         (["--gpu", "h100", "--alpha", "high", "--drafter", "ngram"], "alpha='high' is not allowed"),
-        (["--gpu", "h100", "--alpha", "0.5"], "name a --drafter"),
+        (["--gpu", "h100", "--alpha", "0.5"], "name one with --drafter"),
         (["--gpu", "h100", "--alpha", "0.5", "--acceptance-length", "2"], "give one of them"),
-        (["--gpu", "h100", "--drafter", "ngram"], "nothing says how much"),
+        (["--gpu", "h100", "--drafter", "ngram"], "nothing says how many"),
         (["--gpu", "h100", "--drafter", "ngram", "--acceptance-length", "20"], "give 1 to 16"),
         (["--gpu", "h100", "--drafter", "oracle"], "drafter 'oracle' is not known"),
         (["--gpu", "h100", "--drafter", "truncated:9"], "truncated:9"),

@@ -13,7 +13,7 @@ import torch
 
 from selfspec import SamplingParams, Target, generate
 from selfspec.api import Completion
-from selfspec.cache.kv import CacheRow
+from selfspec.cache.blocks import CacheRow
 from selfspec.drafters import Drafter, DraftModelDrafter, EagleDrafter, NgramDrafter
 from selfspec.drafters.shipped import identity
 from selfspec.engine import EngineClosed, EngineFull, Event, Listener, SpecEngine
@@ -81,7 +81,7 @@ def test_warming_up_leaves_graphs_and_nothing_else(
     make_engine: MakeEngine, expected: list[Completion], target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs = Graphs(target.device, is_rehearsal=True)
-    monkeypatch.setattr(target, "graphs", graphs)
+    monkeypatch.setattr(target.passes, "graphs", graphs)
     told: list[object] = []
 
     class Told(Listener):
@@ -92,7 +92,7 @@ def test_warming_up_leaves_graphs_and_nothing_else(
     # As on a GPU, where it has all its blocks at once.
     cache = engine._scheduler.cache
     assert cache.max_blocks is not None
-    cache._grow(cache.max_blocks)
+    cache.grow(cache.max_blocks)
     engine.warm_up()
     assert not told and engine.num_running == engine.num_waiting == 0 and engine.num_used_blocks == 0
     planner = engine._groups["ngram"].planner
@@ -109,7 +109,7 @@ def test_prompts_are_entered_in_whole_passes(
     make_engine: MakeEngine, expected: list[Completion], target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a pass has a size: a prompt that is cut within one costs one more."""
-    monkeypatch.setattr(target, "max_rows", 8)
+    monkeypatch.setattr(target.passes, "max_rows", 8)
     prefill, sizes = target.prefill, defaultdict(list)
 
     def recorded(token_ids: torch.Tensor, row: CacheRow, *args: object, **options: object) -> object:
@@ -138,7 +138,7 @@ def test_those_that_give_way_lose_no_token(
     CUDA graphs, rehearsed here, fill trees up with nodes that want slots, too.
     """
     if has_graphs:
-        monkeypatch.setattr(target, "graphs", Graphs(target.device, is_rehearsal=True))
+        monkeypatch.setattr(target.passes, "graphs", Graphs(target.device, is_rehearsal=True))
     draft_model = DraftModelDrafter(target.truncated(1), target.vocab_size, num_draft_tokens=4, name="draft")
     engine = make_engine(draft_model, max_batch=8, cache_tokens=cache_tokens)
     assert_as_expected(answers(engine.stream(requests())), expected)
@@ -319,16 +319,12 @@ class BrokenDrafter(NgramDrafter):
         self._maybe_break("propose")
         return super().propose(*args)
 
-    def verify(self, *args: object) -> object:
-        self._maybe_break("verify")
-        return super().verify(*args)
-
     def commit(self, *args: object) -> None:
         self._maybe_break("commit")
         super().commit(*args)
 
 
-@pytest.mark.parametrize("place", ["admit", "propose", "verify", "commit"])
+@pytest.mark.parametrize("place", ["admit", "propose", "commit"])
 def test_a_drafter_that_fails_costs_speed_and_no_answer(
     make_engine: MakeEngine, expected: list[Completion], place: str
 ) -> None:
@@ -368,7 +364,7 @@ def test_a_dying_engine_answers_everyone_and_rises_again(
     scheduler = engine._scheduler
     # As on a GPU, where it has all its blocks at once.
     assert scheduler.cache.max_blocks is not None
-    scheduler.cache._grow(scheduler.cache.max_blocks)
+    scheduler.cache.grow(scheduler.cache.max_blocks)
     pool = scheduler.cache.keys.data_ptr()
     num_rounds = 0
     real_round = scheduler.round

@@ -15,10 +15,12 @@ import torch
 from selfspec import SamplingParams, Target
 from selfspec.drafters import Drafter, DraftModelDrafter, NgramDrafter
 from selfspec.engine import SpecEngine
-from selfspec.loop.sequence import Batch, Request
+from selfspec.loop.batch import Batch
+from selfspec.loop.drafter import Proposal
+from selfspec.loop.sequence import Request
 from selfspec.serve.grammar import GrammarCompiler
 from selfspec.serve.protocol import ResponseFormat
-from selfspec.tree import CandidateTree, from_parents
+from selfspec.tree import from_parents
 
 SCHEMA = {
     "type": "object",
@@ -45,13 +47,13 @@ class BreakingDrafter(Drafter):
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
 
-    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
         tokens = torch.randint(batch.target.vocab_size, (len(batch), 8), generator=self.generator)
         tokens[:, 0] = batch.roots
         # Now and then the end itself, the most tempting break of all.
         tokens[:, 1] = batch.target.eos_token_ids[0]
         parents = torch.tensor([[-1, 0, 0, 0, 1, 2, 2, 5]]).expand(len(batch), -1)
-        return from_parents(tokens, parents)
+        return Proposal(from_parents(tokens, parents))
 
 
 def request(target: Target, form: dict[str, Any], seed: int, index: int = 0) -> Request:

@@ -18,7 +18,7 @@ def step(**changes: Any) -> Any:
     """A step of one sequence with two drafts, of which one was accepted."""
     emission = SimpleNamespace(num_drafted=2, num_accepted=1)
     whole = {
-        "drafter": SimpleNamespace(name="ngram"),
+        "name": "ngram",
         "emissions": [emission],
         "sequences": [None],
         "tree": SimpleNamespace(num_nodes=3),
@@ -34,7 +34,7 @@ ODD: dict[str, Call] = {
     "a step without sequences": lambda m: m.stepped(step(emissions=[], sequences=[])),
     "a step of nothing": lambda m: m.stepped(None),  # type: ignore[arg-type]
     "a step without a tree": lambda m: m.stepped(step(tree=None)),
-    "a drafter without a name": lambda m: m.stepped(step(drafter=object())),
+    "a drafter without a name": lambda m: m.stepped(step(name=None)),
     "fewer than no drafts": lambda m: m.stepped(step(emissions=emissions(-1, 0))),
     "fewer than none accepted": lambda m: m.stepped(step(emissions=emissions(2, -3))),
     "counts that are no numbers": lambda m: m.stepped(step(emissions=emissions("2", None))),

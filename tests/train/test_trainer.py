@@ -28,11 +28,12 @@ from selfspec import SamplingParams, Target, generate
 from selfspec.drafters import Drafter, MedusaDrafter
 from selfspec.drafters.shipped import identity
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
-from selfspec.loop.sequence import Batch
+from selfspec.loop.batch import Batch
+from selfspec.loop.drafter import Proposal
 from selfspec.train.checkpoints import PARTIAL, last_checkpoint
 from selfspec.train.evaluation import EvalPrompt, Evaluator, acceptance
 from selfspec.train.module import HeadTraining
-from selfspec.tree import CandidateTree, chain
+from selfspec.tree import chain
 
 pytest.importorskip("accelerate", reason="training needs accelerate: pip install 'selfspec[train]'")
 
@@ -275,12 +276,12 @@ class HalfRight(Drafter):
     def __init__(self, answers: dict[tuple[int, ...], list[int]]) -> None:
         self.answers = answers
 
-    def propose(self, batch: Batch, num_draft_tokens: int) -> CandidateTree:
+    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
         drafts = []
         for sequence in batch.sequences:
             right, wrong = (*self.answers[tuple(sequence.request.prompt_ids)][len(sequence.token_ids) :], 0, 0)[:2]
             drafts.append([right, (wrong + 1) % 50])
-        return chain(batch.roots, torch.tensor(drafts))
+        return Proposal(chain(batch.roots, torch.tensor(drafts)))
 
 
 def test_acceptance_is_counted_per_depth_and_task() -> None:

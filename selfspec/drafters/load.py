@@ -1,0 +1,93 @@
+"""From `NAME[:ARGUMENT]`, or from a trained head, to a drafter for a target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from selfspec.drafters.draft_model import DraftModelDrafter, check_same_tokenizer
+from selfspec.drafters.names import kind_of, kind_of_head
+from selfspec.drafters.ngram import NgramDrafter
+from selfspec.drafters.shipped import is_head, load_head
+from selfspec.heads.base import DraftHead
+from selfspec.loop.drafter import Drafter
+from selfspec.model.target import Target
+
+MAX_DRAFT_TOKENS = 64
+MAX_NODES = 128
+
+
+def load_drafter(
+    spec: str,
+    target: Target,
+    *,
+    num_draft_tokens: int | None = None,
+    num_nodes: int | None = None,
+    width: int | None = None,
+    dtype: str | None = None,
+    is_sampled: bool = False,
+) -> Drafter | None:
+    """The drafter that `NAME[:ARGUMENT]` names, for this target; None for `none`.
+
+    Args:
+        num_draft_tokens: longest draft; each drafter has its own default, as it has for the next two.
+        num_nodes: most nodes of a candidate tree, root included.
+        width: nodes of a tree that are expanded at each depth; of Medusa, how many tokens of each head are considered.
+        dtype: the draft model's, `auto` by default; `int8` is weight-only quantisation.
+        is_sampled: for draft models, draw the drafts (see `DraftModelDrafter`).
+
+    Raises:
+        ValueError: an unknown name, a setting that it does not take, or no head or model that fits the target.
+    """
+    kind, argument = kind_of(spec), spec.partition(":")[2]
+    if is_sampled and not kind.has_model:
+        raise ValueError(f"drafter {spec!r} cannot draw its drafts: sampled drafts need draft_model or truncated")
+    if dtype is not None and not kind.has_weights:
+        raise ValueError(f"drafter {spec!r} has no weights of its own, so it takes no draft dtype")
+    for option, value, most in (
+        ("num_draft_tokens", num_draft_tokens, MAX_DRAFT_TOKENS),
+        ("num_nodes", num_nodes, MAX_NODES),
+        ("width", width, MAX_NODES),
+    ):
+        if value is not None and not 1 <= value <= most:
+            raise ValueError(f"{option}={value} is not allowed: use 1 to {most}")
+    if kind.name == "none":
+        if argument:
+            raise ValueError(f"drafter {spec!r} takes no argument: write none")
+        return None
+    if kind.name == "ngram":
+        if not argument:
+            return NgramDrafter(num_draft_tokens)
+        number = _number(spec, argument)
+        if not 1 <= number <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"drafter {spec!r} is out of range: draft 1 to {MAX_DRAFT_TOKENS} tokens")
+        return NgramDrafter(num_draft_tokens or number)
+    # Only what was given: each drafter has defaults of its own.
+    given = {"num_draft_tokens": num_draft_tokens, "num_nodes": num_nodes, "width": width}
+    shape: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if kind.name == "truncated":
+        draft = target.truncated(_number(spec, argument))
+        return DraftModelDrafter(draft, target.vocab_size, is_sampled=is_sampled, name=spec, **shape)
+    if kind.has_weights and argument and not is_head(argument):
+        draft = Target.from_pretrained(argument, dtype=dtype or "auto", device=target.device)
+        check_same_tokenizer(target.tokenizer, draft.tokenizer)
+        return DraftModelDrafter(draft, target.vocab_size, is_sampled=is_sampled, name=spec, **shape)
+    if dtype is not None:
+        raise ValueError(f"drafter {spec!r} is a head, which has its target's dtype: leave out the draft dtype")
+    head = load_head(argument or None, target, drafter=kind.name)
+    return drafter_of(head, target, name=spec, is_sampled=is_sampled, **shape)
+
+
+def drafter_of(
+    head: DraftHead, target: Target, *, name: str | None = None, is_sampled: bool = False, **shape: int
+) -> Drafter:
+    """The drafter that serves a head; `shape` is what it takes of num_draft_tokens, num_nodes and width."""
+    kind = kind_of_head(head.config.head_type)
+    assert kind.make is not None
+    options: dict[str, Any] = {"is_sampled": True} if is_sampled else {}
+    return kind.make(target, head, name=name or head.config.head_type, **options, **shape)
+
+
+def _number(spec: str, argument: str) -> int:
+    if not argument.isdecimal():
+        raise ValueError(f"drafter {spec!r} needs a whole number after the colon, as in {spec.partition(':')[0]}:8")
+    return int(argument)

@@ -1,0 +1,294 @@
+"""One step of a group of rows: propose, verify, accept, compact, commit. Each is one call, and everything here is tensors.
+
+Verification, acceptance and compaction are one function of tensors, whether a CUDA graph runs it or not
+(`selfspec.model.passes`). The host reads a step's outcome once, in `Batch.commit`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import pairwise
+
+import torch
+
+from selfspec.cache.blocks import CacheFull
+from selfspec.cache.kv import KVCache, Places
+from selfspec.loop.accept import Acceptance, accept, accept_all_nodes
+from selfspec.loop.batch import Batch, report_of
+from selfspec.loop.drafter import Drafter, Proposal
+from selfspec.loop.planner import Ask, Planner
+from selfspec.loop.sampling import Laws
+from selfspec.loop.sequence import Emission, Sequence
+from selfspec.model.passes import Function
+from selfspec.model.target import Verification
+from selfspec.tree import CandidateTree, chain
+
+
+class Stage(Enum):
+    """Whose work a part of a step is."""
+
+    DRAFT = "draft"
+    TARGET = "target"
+
+
+class StageError(Exception):
+    """A stage failed; `error` is why."""
+
+    def __init__(self, stage: Stage, error: Exception) -> None:
+        super().__init__(f"{stage.value}: {error}")
+        self.stage = stage
+        self.error = error
+
+
+@contextmanager
+def blamed(stage: Stage) -> Iterator[None]:
+    """Errors within are this stage's."""
+    try:
+        yield
+    except Exception as error:
+        raise StageError(stage, error) from error
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The sequences that one drafter serves; they share its proposals and a verify pass. `name` is what it goes by here."""
+
+    name: str
+    drafter: Drafter
+    planner: Planner
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Where one step's time went, in seconds of wall clock on the host.
+
+    Attributes:
+        draft: the proposal.
+        verify: the target's pass, acceptance and compaction. On a GPU the host only launches them.
+        commit: reading the outcome, which waits for the device, and handing it on.
+    """
+
+    draft: float
+    verify: float
+    commit: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass of the loop: what was proposed, what was kept, and what each sequence emitted.
+
+    Attributes:
+        name, drafter: whose tree it is.
+        sequences: the rows of the step, in the order of the tensors' first dimension.
+        emissions: per row, the tokens that were appended and how many of them were drafted.
+        finished: those of `sequences` that ended with this step.
+    """
+
+    name: str
+    drafter: Drafter
+    sequences: list[Sequence]
+    tree: CandidateTree
+    acceptance: Acceptance
+    emissions: list[Emission]
+    finished: list[Sequence]
+    seconds: StepSeconds
+
+    @property
+    def emitted(self) -> list[list[int]]:
+        """Per row, the tokens that were appended."""
+        return [emission.tokens for emission in self.emissions]
+
+
+def take_step(group: Group, *, is_typical: bool = True) -> Step:
+    """Propose, verify, accept, compact, commit, for every row of a group.
+
+    Args:
+        is_typical: false where the step's time says nothing about the next one, because the device still works on prompts.
+
+    Raises:
+        StageError: what failed, and whose work it was.
+    """
+    batch, drafter, planner = group.batch, group.drafter, group.planner
+    passes, sequences = batch.target.passes, list(batch.sequences)
+    num_set_up = passes.num_set_up
+    clock = [time.perf_counter()]
+    with blamed(Stage.DRAFT):
+        ask, proposal = _propose(group)
+    clock.append(time.perf_counter())
+    with blamed(Stage.TARGET):
+        acceptance, report, verification = _verify(group, proposal)
+        clock.append(time.perf_counter())
+        emissions, num_accepted, facts = batch.commit(acceptance, verification.logits, report)
+    with blamed(Stage.DRAFT):
+        drafter.commit(batch, proposal, acceptance, verification.features, [number + 1 for number in num_accepted])
+    clock.append(time.perf_counter())
+    seconds = StepSeconds(*(end - start for start, end in pairwise(clock)))
+    if planner.is_active:
+        # All that decides on the next step's size comes from here, and processes that share a model must agree on it.
+        is_typical = is_typical and passes.num_set_up == num_set_up
+        agreed = batch.target.agreed([is_typical, proposal.is_typical, seconds.draft, seconds.verify + seconds.commit])
+        draft = agreed[2] if agreed[0] and agreed[1] else None
+        planner.observe(ask, proposal.tree, facts, num_accepted, draft, agreed[3] if agreed[0] else None)
+    finished = [sequence for sequence in sequences if sequence.finish_reason is not None]
+    return Step(group.name, drafter, sequences, proposal.tree, acceptance, emissions, finished, seconds)
+
+
+def _propose(group: Group) -> tuple[Ask, Proposal]:
+    """What the drafter proposes and what of it fits; the roots alone where the cache has no room for more."""
+    batch, drafter, planner = group.batch, group.drafter, group.planner
+    deepest = max(sequence.max_depth for sequence in batch.sequences)
+    ask = planner.ask(min(drafter.num_draft_tokens, deepest), len(batch), is_costly=drafter.is_costly)
+    try:
+        proposal = drafter.propose(batch, ask.depth)
+        for b in proposal.paused:
+            batch.sequences[b].num_paused_passes += 1
+        tree = _fit(proposal.tree, ask, group)
+        batch.cache.reserve(batch.rows, batch.target.passes.num_slots(tree.num_nodes))
+    except CacheFull:
+        return ask, Proposal(chain(batch.roots))
+    return ask, replace(proposal, tree=tree)
+
+
+def _fit(tree: CandidateTree, ask: Ask, group: Group) -> CandidateTree:
+    """The part of a tree that can be emitted, that pays, and that a pass takes without changing a row's bits."""
+    batch, passes = group.batch, group.batch.target.passes
+    if min(sequence.max_depth for sequence in batch.sequences) < tree.max_depth:
+        tree = tree.limit_depth(batch.max_depths)
+    tree = group.planner.prune(tree, ask, free_nodes=passes.free_nodes)
+    has_order = tree.is_deterministic and (tree.is_chain or tree.scores is not None)
+    return tree.prune(passes.most_nodes(len(batch))) if has_order else tree
+
+
+def _verify(group: Group, proposal: Proposal) -> tuple[Acceptance, torch.Tensor, Verification]:
+    """Run the target over the tree, accept a path and compact the cache to it.
+
+    Returns:
+        The acceptance, the report that `Batch.commit` reads, and the pass's logits [B, N, V] and features along the path.
+    """
+    batch, tree, planner = group.batch, proposal.tree, group.planner
+    target, cache, names = batch.target, batch.cache, tuple(group.drafter.features)
+    # Whatever depends on a path, or goes on from what drafting did, is host work between passes: no graph takes it.
+    is_open = batch.is_pathless and tree.is_deterministic and proposal.verify is None and target.passes.is_captured
+    is_scored = planner.is_active and tree.scores is not None
+    laws = batch.laws if is_open and not batch.is_greedy else None
+    function = _one_pass(
+        cache,
+        proposal.verify or (lambda tree, places: target.verify_at(tree, places, cache, features=names)),
+        accept_all_nodes if is_open else (lambda tree, logits, _: accept(tree, logits, batch.sampler)),
+        planner.measure if planner.is_active else None,
+        is_scored=is_scored,
+    )
+    outcome, report, logits, *taken = target.passes.run(
+        ("step", names, is_scored, planner.is_active),
+        function,
+        tree,
+        batch.rows,
+        cache,
+        shape=target.passes.shape_of(tree, len(batch)) if is_open else None,
+        extra=() if laws is None else (laws.integers, laws.fractions),
+        along=(tree.scores,) if is_scored and tree.scores is not None else (),
+        num_kept=1,
+    )
+    K = (outcome.shape[1] - 2) // 2
+    num_accepted, is_valid, path, tokens = outcome.split([1, 1, K, K], dim=1)
+    acceptance = Acceptance(path, num_accepted[:, 0], tokens, is_valid[:, 0].bool())
+    return acceptance, report, Verification(logits[:, : tree.num_nodes], dict(zip(names, taken, strict=True)))
+
+
+def _one_pass(
+    cache: KVCache,
+    verify: Callable[[CandidateTree, Places], Verification],
+    choose: Callable[[CandidateTree, torch.Tensor, Laws | None], Acceptance],
+    measure: Callable[[CandidateTree], torch.Tensor] | None,
+    *,
+    is_scored: bool,
+) -> Function:
+    """Verification, acceptance and compaction as one function of tensors: (places, tree, laws, scores)."""
+
+    def run(places: Places, tree: CandidateTree, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if is_scored:
+            tree, given = replace(tree, scores=given[-1]), given[:-1]
+        verification = verify(tree, places)
+        acceptance = choose(tree, verification.logits, Laws(*given) if given else None)
+        report = report_of(tree, acceptance, measure(tree) if measure is not None else None)
+        cache.compact(places, tree, acceptance.path, acceptance.num_accepted)
+        columns = (acceptance.num_accepted[:, None], acceptance.is_valid[:, None], acceptance.path, acceptance.tokens)
+        features = along_path(acceptance, verification.features)
+        return torch.cat(columns, dim=1), report, verification.logits, *features.values()
+
+    return run
+
+
+def along_path(acceptance: Acceptance, features: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The nodes' features, each [B, N, E], along the accepted path: [B, K + 1, E], past its end garbage."""
+    nodes = acceptance.path.clamp(min=0)[:, :, None]
+    return {name: each.gather(1, nodes.expand(-1, -1, each.shape[-1])) for name, each in features.items()}
+
+
+class Prefill:
+    """A prompt on its way into the cache, with the features of what is there, part by part."""
+
+    def __init__(self, group: Group, sequence: Sequence) -> None:
+        self.group = group
+        self.sequence = sequence
+        self._prefix = sequence.prefix_ids
+        self._parts: list[Mapping[int, torch.Tensor]] = []
+        self._has_begun = False
+
+    @property
+    def num_left(self) -> int:
+        return len(self._prefix) - self.sequence.row.length
+
+    def begin(self) -> None:
+        """Share what the cache holds of the prompt, and take the room for the rest. Does nothing the second time.
+
+        Raises:
+            StageError: there is no room.
+        """
+        if self._has_begun:
+            return
+        cache, sequence, row = self.group.batch.cache, self.sequence, self.sequence.row
+        with blamed(Stage.TARGET):
+            if adopted := cache.adopt(row, self._prefix, self.group.drafter.features):
+                self._parts.append(adopted)
+            cache.reserve([row], sequence.num_tokens - row.length)
+        if not sequence.started:
+            sequence.started = time.perf_counter()
+            sequence.num_reused_tokens = row.length
+        self._has_begun = True
+
+    def enter(self, num_tokens: int) -> bool:
+        """Commit the next `num_tokens` of the prompt, whose last token is left to be the first tree's root.
+
+        Returns:
+            Whether the prompt is entered as a whole; the sequence then takes part in the next step.
+
+        Raises:
+            StageError: what failed, and whose work it was.
+        """
+        started = time.perf_counter()
+        batch, drafter, sequence = self.group.batch, self.group.drafter, self.sequence
+        row = sequence.row
+        with blamed(Stage.TARGET):
+            chunk = self._prefix[row.length : row.length + num_tokens]
+            tokens = torch.tensor(chunk, dtype=torch.int64).to(batch.device, non_blocking=True)
+            self._parts.append(batch.target.prefill(tokens, row, batch.cache, features=drafter.features))
+            if self.num_left:
+                sequence.prefill_seconds += time.perf_counter() - started
+                return False
+            features = {name: torch.cat([part[name] for part in self._parts], dim=1) for name in drafter.features}
+            batch.cache.publish(row, self._prefix, features)
+        with blamed(Stage.DRAFT):
+            try:
+                drafter.admit(sequence, features)
+            except Exception:
+                drafter.retire(sequence)
+                raise
+        batch.add(sequence)
+        sequence.prefill_seconds += time.perf_counter() - started
+        return True

@@ -1,0 +1,118 @@
+"""What is tried on every model before it may serve: its attention is switched over, and tree passes give its own logits."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+
+from selfspec.cache.blocks import CacheRow
+from selfspec.cache.kv import KVShape
+from selfspec.model.attention import ATTENTION_NAME, TreePass
+from selfspec.model.fused_layer import fuse_layers
+from selfspec.model.layers import decoder_layers
+from selfspec.model.load import check_family
+from selfspec.tree import from_parents
+
+if TYPE_CHECKING:
+    from selfspec.model.target import Target
+
+logger = logging.getLogger(__name__)
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Refuse, in one sentence, a model whose kind or place cannot be served.
+
+    Raises:
+        ValueError: the sentence names the family.
+    """
+    check_family(model.config)
+    kind = model.config.model_type
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(f"{kind} keeps a recurrent state instead of a KV cache: selfspec serves attention models only")
+    if not model._can_set_attn_implementation():
+        raise ValueError(f"{kind} does not follow transformers' attention interface, so its attention cannot be served")
+    devices = sorted({str(weight.device) for weight in model.parameters()})
+    if len(devices) > 1 or devices == ["meta"]:
+        raise ValueError(
+            f"the model's weights are on {' and '.join(devices)}: selfspec keeps one KV cache on one device: "
+            'load them there whole, with device_map={"": DEVICE} or none'
+        )
+
+
+@torch.inference_mode()
+def adopt(target: Target) -> tuple[KVShape, int]:
+    """Switch a target's attention over, and check a tree pass against the model's plain forward.
+
+    Where the layers are of the common kind they are given fused passes, if those give the same logits.
+
+    Returns:
+        What one token stores, and the vocabulary's size in logits.
+
+    Raises:
+        ValueError: the attention cannot be served; the sentence names the family.
+    """
+    model, kind, num_layers = target.model, target.model.config.model_type, target.config.num_hidden_layers
+    limit = min(target.config.vocab_size, 64)
+    tokens = (torch.arange(6, device=target.device) * 7 + 3) % limit
+    # Long enough to tell a layer without positions from one with them.
+    prefix = (torch.arange(min(96, target.context_length // 2), device=target.device) * 11 + 5) % limit
+    # The formula as the modeling file writes it: sdpa of older transformers leaves soft-caps out.
+    model.set_attn_implementation("eager")
+    texts = (tokens, torch.cat([prefix, tokens[3:]]))
+    plain, plain_far = (model(input_ids=ids[None], use_cache=False).logits[0, -3:].float() for ids in texts)
+    model.set_attn_implementation(ATTENTION_NAME)
+    probe = _probe(target, tokens)
+    shapes = set(probe.shapes.values())
+    if sorted(probe.shapes) != list(range(num_layers)):
+        raise ValueError(
+            f"{kind} routes {len(probe.shapes)} of {num_layers} layers through the attention interface, "
+            "so it cannot be served"
+        )
+    if len(shapes) != 1:
+        raise ValueError(f"{kind} has key-value states of several shapes ({sorted(shapes)}), which selfspec does not serve")
+    target.kv_shape = KVShape(num_layers, *shapes.pop())
+
+    # Root, its child, a sibling that nobody may see, and the child's child.
+    nodes = torch.stack([tokens[3], tokens[4], (tokens[5] + 1) % limit, tokens[5]])[None]
+    tree = from_parents(nodes, torch.tensor([[-1, 0, 0, 1]], device=target.device))
+
+    def served(prefix: torch.Tensor) -> torch.Tensor:
+        cache, row = target.new_cache(), CacheRow()
+        target.prefill(prefix, row, cache)
+        return target.verify(tree, [row], cache).logits[0, [0, 1, 3]].float()
+
+    gap = _gap(served(tokens[:3]), plain)
+    # Float32 agrees to about 1e-6. Low precision rounds differently along two paths, and experts may switch.
+    if not gap < (1e-3 if target.dtype == torch.float32 else 0.2):
+        raise ValueError(
+            f"{kind} gives other logits in a tree pass than alone (relative gap {gap:.2g}): it cannot be served"
+        )
+    own = served(prefix)
+    if (undo := fuse_layers(list(decoder_layers(model)[1]), probe.options)) is not None:
+        # Two forms that round at other places are as far apart as this model lets rounding grow.
+        most = 1e-4 if target.dtype == torch.float32 else max(0.02, 2 * _gap(own, plain_far))
+        if not (gap := _gap(served(prefix), own)) < most:
+            undo()
+            logger.warning("%s: fused layers give other logits (relative gap %.2g), so its own run", kind, gap)
+    return target.kv_shape, plain.shape[-1]
+
+
+def _probe(target: Target, tokens: torch.Tensor) -> TreePass:
+    """What each layer hands to the attention function, from a pass over tokens [T]."""
+    probe = TreePass()
+    target.model(
+        input_ids=tokens[None],
+        position_ids=torch.arange(len(tokens), device=target.device)[None],
+        attention_mask=target.mask,
+        use_cache=False,
+        tree_pass=probe,
+    )
+    return probe
+
+
+def _gap(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Relative to the norm."""
+    return float((ours - theirs).norm() / theirs.norm())
