@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 
 import pytest
@@ -63,13 +62,25 @@ def test_sampled_columns_are_identical_too(races):
 
 
 @pytest.mark.parametrize("timing", ["alone", LIVE])
-def test_stop_ends_a_race_that_would_go_on(races, timing):
+def test_stop_ends_a_race_that_would_go_on(races, target, monkeypatch, timing):
     settings = Settings(prompt=PROMPT, max_new_tokens=512, drafters=("ngram",), timing=timing)
+    verify, num_passes = target.verify_at, 0
+
+    def stop_in_the_middle(*args, **kwargs):
+        nonlocal num_passes
+        num_passes += 1
+        if num_passes == 20:
+            races.stop("me")
+        return verify(*args, **kwargs)
+
     views = races.race(settings, [], "me")
-    next(views)
-    races.stop("somebody else")
-    threading.Timer(0.3, races.stop, ["me"]).start()
-    end = last(views)
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "verify_at", stop_in_the_middle)
+        next(views)
+        races.stop("somebody else")
+        end = last(views)
+    # Those of the pass under way, and no more.
+    assert num_passes in (20, 21)
     assert end.message == "Stopped."
     assert end.race.columns[1].finish_reason is None and "stopped" in end.html
     assert last(races.race(Settings(**SHORT), [], "me")).race.columns[-1].finish_reason is not None

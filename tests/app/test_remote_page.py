@@ -25,14 +25,14 @@ PROMPT = "the cat sat on the mat and the cat sat on"
 
 @pytest.fixture(scope="module")
 def live(target) -> Iterator[LiveServer]:
-    verify = target.verify
+    verify = target.verify_at
 
     def slow_verify(*args, **kwargs):
         time.sleep(0.02)
         return verify(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target, "verify", slow_verify)
+        patch.setattr(target, "verify_at", slow_verify)
         service = Service("models/tiny", ServeOptions(api_key=["key"]))
         service.open(target, [NgramDrafter(4)], use_cost_guard=False)
         live = LiveServer(service)
@@ -60,11 +60,16 @@ def wait_until_idle(page) -> None:
 
 def test_the_servers_columns_stream_and_turn_out_identical(page, address):
     race(page, address, prompt=PROMPT, max_new_tokens=60)
-    lengths = set()
-    while page.is_disabled("#start") or not lengths:
-        lengths.add(page.evaluate("document.querySelector('.race .answer')?.textContent.length ?? 0"))
-        page.wait_for_timeout(60)
-    assert len(lengths) >= 3
+    length = "(document.querySelector('.race .answer')?.textContent.length ?? 0)"
+    lengths = [0]
+    page.wait_for_selector("#start[disabled]")
+    while page.is_disabled("#start"):
+        page.wait_for_function(
+            f"(old) => {length} !== old || !document.querySelector('#start').disabled",
+            arg=lengths[-1],
+        )
+        lengths.append(page.evaluate(length))
+    assert len(set(lengths)) >= 3
     wait_until_idle(page)
     assert page.locator(".badge").all_inner_texts() == ["reference", "✓ identical"]
     answers = page.eval_on_selector_all(".race .answer", "all => all.map(answer => answer.textContent)")
