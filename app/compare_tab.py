@@ -14,7 +14,7 @@ from selfspec.app.settings import ALONE, CHAT, EXAMPLES, LIVE, MAX_DRAFTERS, MAX
 from selfspec.failures import describe
 
 TYPED = "Choose up to three, or type: eagle:PATH_OR_ID, draft_model:PATH_OR_ID, truncated:LAYERS, ngram:K"
-# How the columns are timed: by a target of one's own, and by a server.
+# How the columns are timed: on a local target, and on a server.
 TIMINGS = [("measure, then race", ALONE), ("live, not comparable", LIVE)]
 REMOTE_TIMINGS = [("one after the other", ALONE), ("all at once, not comparable", LIVE)]
 
@@ -23,10 +23,10 @@ class CompareTab:
     """The tab's components and events.
 
     Args:
-        has_target: races run here, and not on a server.
+        has_target: races run on a local target, not on a server.
 
     Attributes:
-        drafters: the choice of columns, to which another tab may add.
+        drafters: the dropdown of drafters, to which another tab may add.
         linked: the components that a link sets.
     """
 
@@ -47,7 +47,7 @@ class CompareTab:
         self._connect()
 
     def _chosen_drafters(self) -> tuple[str, ...]:
-        """What races if nobody chooses: prompt lookup and EAGLE, or else the first ones there are."""
+        """The drafters that race by default: prompt lookup and EAGLE, or else the first ones there are."""
         known = [name for name in self._races.drafters if name in ("ngram", "eagle")]
         return tuple(known or list(self._races.drafters)[:MAX_DRAFTERS] or ("ngram",))
 
@@ -98,7 +98,7 @@ class CompareTab:
                 self._controls["top_k"] = gr.Slider(0, 200, defaults.top_k, step=1, label="Top-k, 0 keeps all")
                 self._controls["seed"] = gr.Number(defaults.seed, precision=0, label="Seed")
             self._controls["use_cost_guard"] = gr.Checkbox(
-                defaults.use_cost_guard, label="Draft only as much as measurements say pays", visible=self._has_target
+                defaults.use_cost_guard, label="Draft only as much as measurably pays", visible=self._has_target
             )
             self._controls["system"] = gr.Textbox(label="System message", max_lines=4)
 
@@ -143,11 +143,11 @@ class CompareTab:
         }
 
     def _end(self, request: gr.Request) -> None:
-        """Stop this visitor's race, if one runs or waits."""
+        """Stop this visitor's race, whether it runs or waits."""
         self._races.stop(str(request.session_hash))
 
     def follow_link(self, request: gr.Request) -> Updates:
-        """Take the settings from the address that the page was opened with."""
+        """Take the settings from the page's address."""
         problem = ""
         try:
             self._races.refresh()
@@ -184,13 +184,13 @@ class CompareTab:
         return {self._start: gr.Button(interactive=True), self._stop: gr.Button(interactive=False)}
 
     def _give_up(self) -> Updates:
-        """No race: the queue was full, or a bug of ours ended it, with its traceback in the log."""
-        sentence = "The race did not run: too many wait for this target, or selfspec failed and its log says how. Try again."
+        """The race did not run: the queue was full, or a bug of ours ended it, and its traceback is in the log."""
+        sentence = "The race did not run: too many wait for this target, or selfspec failed (see its log). Try again."
         return {self._message: render.note(sentence, "error"), **self._rest()}
 
     def _settings(self, values: tuple[Any, ...]) -> Settings:
         given = dict(zip(self._controls, values, strict=True))
-        # What was emptied arrives as None.
+        # An emptied field arrives as None.
         return Settings(**{**given, "drafters": tuple(given["drafters"] or ()), "seed": given["seed"] or 0})
 
     def _outcome(self, race: Outcome, history: Messages) -> Updates:
@@ -203,7 +203,7 @@ class CompareTab:
         answer = race.columns[0]
         if race.settings.kind == CHAT and answer.finish_reason is not None:
             question = {"role": "user", "content": race.settings.prompt}
-            # Gradio's annotation knows messages as objects only.
+            # Gradio's annotation allows messages as objects only.
             talk: list[Any] = [*history, question, {"role": "assistant", "content": answer.text}]
             updates |= {
                 self._history: talk,

@@ -1,4 +1,4 @@
-"""What the tabs share: options of their events, and the component that holds our own HTML."""
+"""What the tabs share: the options of their events, and the component for our own HTML."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import gradio as gr
 # Component -> its new value or properties.
 Updates = dict[Any, Any]
 
-# Everything that computes shares one place in the queue, so that nothing disturbs a measurement.
+# Events that compute run one at a time, so nothing disturbs a measurement.
 COMPUTING: dict[str, Any] = {
     "concurrency_id": "target",
     "concurrency_limit": 1,
@@ -15,13 +15,13 @@ COMPUTING: dict[str, Any] = {
     "api_visibility": "private",
 }
 
-# What only draws follows the newest request; those that it overtook are dropped.
+# Events that only draw follow the newest request; older ones that still wait are dropped.
 DRAWING: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last", "api_visibility": "private"}
 
-# Outside the queue, where it would wait for what it is to end.
+# Outside the queue, because there a stop would wait for the race that it ends.
 AT_ONCE: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 
 
 def html(value: str = "", **options: Any) -> gr.HTML:
-    """A place for what `render` makes; its class keeps our styles off Gradio's own elements."""
+    """A component for HTML made by `render`. Its class keeps our styles away from Gradio's own elements."""
     return gr.HTML(value, elem_classes="selfspec", **options)

@@ -1,4 +1,4 @@
-"""Heads: what a trained head is, and whether it fits the target."""
+"""Heads: the facts about a trained head, and whether it fits the target."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from selfspec.failures import describe
 
 
 class HeadsTab:
-    """The tab's components and events; a head that fits joins the choice of `drafters`."""
+    """The tab's components and events. A head that fits is added to the dropdown `drafters`."""
 
     def __init__(self, races: LocalRaces, drafters: gr.Dropdown) -> None:
         self._races = races
@@ -21,7 +21,7 @@ class HeadsTab:
             value=None,
             allow_custom_value=True,
             label="Head",
-            info="One that is shipped, or type a folder or an id on the Hugging Face Hub",
+            info="Choose one that is shipped, or type a folder or an id on the Hugging Face Hub",
             elem_id="source",
         )
         self._check = gr.Button("Does it fit?", variant="primary", elem_id="check")

@@ -1,6 +1,6 @@
-"""What the page does with the target: load drafters, run races, stop them, examine heads. One race at a time, by the queue.
+"""Races on a local target: load drafters, run races and stop them, examine heads. The queue lets one race run at a time.
 
-Everything a person can get wrong leaves here as a ValueError with one sentence; our own bugs leave as they are.
+A mistake that a person can make is raised as a ValueError with one sentence; our own bugs are raised as they are.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from selfspec.heads.base import find_head, read_config
 from selfspec.loop.sequence import Request
 from selfspec.model.target import Target
 
-# While a column is measured, its progress is shown seldom: drawing takes time from the same processor.
+# While a column is measured, progress is shown rarely, because drawing uses the same processor.
 SECONDS_PER_PROGRESS = 0.5
 
 
 @dataclass(eq=False)
 class Race:
-    """One click's outcome: what was asked, the columns as far as they came, and where outputs part."""
+    """A race: its settings, the columns as far as they got, and where their outputs first differ."""
 
     settings: Settings
     columns: list[Column]
@@ -40,7 +40,7 @@ class Race:
         return next(column for column in self.columns if column.name == name)
 
     def badges(self) -> dict[str, str]:
-        """A badge for each column that has ended."""
+        """A badge for each column whose verdict is known."""
         badges = {}
         for column in self.columns:
             if column.name in self.partings:
@@ -53,7 +53,7 @@ class Race:
         return badges
 
     def html(self, at: float | None = None) -> str:
-        """The columns at a time of the race, or all of it; badges appear as columns end."""
+        """The columns at `at` seconds of the race, or at its end. A column's badge appears when it ends."""
         shown = self.columns if at is None else [column.until(at) for column in self.columns]
         over = {
             column.name for column, whole in zip(shown, self.columns, strict=True) if len(column.steps) == len(whole.steps)
@@ -64,7 +64,7 @@ class Race:
 
 @dataclass(frozen=True)
 class HeadReport:
-    """A head's figures and card, the drafter that it makes here (None where it does not fit), and the verdict in words."""
+    """A head's facts and card, the drafter that serves it here (None if it does not fit), and the verdict in words."""
 
     facts: dict[str, Any]
     card: str
@@ -73,7 +73,7 @@ class HeadReport:
 
 
 class LocalRaces(Races):
-    """One target and the drafters loaded for it, those that work for the target as it stands."""
+    """Races on one target. At first they offer prompt lookup and the shipped heads that fit the target."""
 
     def __init__(self, target: Target) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class LocalRaces(Races):
         for at in race.frame_times(result.columns):
             if stop.wait(max(0.0, start + at - time.perf_counter())):
                 break
-            # A page that draws slowly drops frames, and keeps the time.
+            # A page that draws slowly drops frames, so it keeps the pace.
             if time.perf_counter() - start < at + race.SECONDS_PER_FRAME:
                 yield View("Racing at true speed, each column as it ran alone …", result.html(at))
         yield self._end(result, stop, "Each column was measured alone on this machine and replayed at its true speed.")
@@ -127,7 +127,7 @@ class LocalRaces(Races):
         contestants: list[tuple[Column, Drafter | None]],
         stop: threading.Event,
     ) -> Iterator[View]:
-        message = "Live: the columns take turns on one device, so that their timings are not comparable"
+        message = "Live: the columns take turns on one device, so their timings are not comparable"
         yield View(f"{message} …", result.html())
         last = time.perf_counter()
         guard = result.settings.use_cost_guard
@@ -139,7 +139,7 @@ class LocalRaces(Races):
         yield self._end(result, stop, f"{message}.")
 
     def _compare(self, result: Race, request: Request) -> None:
-        """Find where whole answers leave the reference."""
+        """Find where complete answers differ from the reference."""
         reference, *others = result.columns
         for column in others:
             if reference.finish_reason is not None and column.finish_reason is not None:
@@ -174,14 +174,14 @@ class LocalRaces(Races):
         }
 
     def shipped_heads(self) -> list[tuple[str, str]]:
-        """Label and folder of every head that comes with the package, whichever target it is for."""
+        """Label and folder of every head that comes with the package, for any target."""
         return [(f"{folder.parent.name} / {folder.name}", str(folder)) for folder in shipped_heads()]
 
     def examine(self, source: str) -> HeadReport:
-        """What a head is and whether it fits; one that does is offered as a drafter from then on."""
+        """The facts about a head, and whether it fits. A head that fits is offered as a drafter from then on."""
         source = source.strip()
         if not source:
-            raise ValueError("No head is named: choose one, or type a folder or an id on the Hugging Face Hub.")
+            raise ValueError("No head is chosen: choose one, or type a folder or an id on the Hugging Face Hub.")
         directory = find_head(source)
         record = read_config(directory)
         head_type = record["head_type"]
@@ -204,7 +204,7 @@ class LocalRaces(Races):
 
 
 def without_front_matter(card: str) -> str:
-    """A model card without the block of YAML that only the Hub reads."""
+    """A model card without its block of YAML, which is for the Hub."""
     if card.startswith("---\n") and (end := card.find("\n---\n", 3)) >= 0:
         return card[end + 5 :].lstrip("\n")
     return card

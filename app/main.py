@@ -1,4 +1,4 @@
-"""The page's frame: its tabs, over a target or over a server, and how it is served.
+"""The page: its tabs, for a target or for a server, and how it is served.
 
 `selfspec app` opens it; so does `python app` from a checkout.
 """
@@ -21,11 +21,11 @@ from selfspec.app.remote_races import WHY_NEEDS_A_TARGET, RemoteRaces
 from selfspec.app.why_tab import WhyTab
 from selfspec.model.target import Target
 
-# How many people may wait for the one target; the next is told that the queue is full.
+# How many people may wait for the target. The next one is told that the queue is full.
 MAX_WAITING = 8
 
 STYLE = Path(__file__).with_name("style.css")
-# A font that gradio ships, so that nothing is loaded from elsewhere; its weight 600 lacks letters, and 700 does not.
+# Gradio ships this font, so nothing is loaded from elsewhere. Its weight 600 lacks letters; 700 has them all.
 FONT = gr.themes.utils.fonts.LocalFont("IBM Plex Sans", weights=(400, 700))
 THEME = gr.themes.Default(primary_hue="blue", neutral_hue="slate", font=[FONT, "system-ui", "sans-serif"])
 
@@ -34,7 +34,7 @@ def build(source: Target | Server) -> gr.Blocks:
     """The whole page for one target, or for a running server."""
     is_remote = isinstance(source, Server)
     with gr.Blocks(title="selfspec", analytics_enabled=False, fill_width=True, delete_cache=(3600, 3600)) as page:
-        # The last race that ended, whole or stopped: Compare sets it, Why looks into it.
+        # The last race that ended, complete or stopped. Compare sets it, and Why shows it.
         finished = gr.State(None)
         if isinstance(source, Server):
             html(render.heading("the server's model", source.url))
@@ -60,7 +60,7 @@ def build(source: Target | Server) -> gr.Blocks:
 
 
 def serve(source: Target | Server, *, host: str = "127.0.0.1", port: int | None = None) -> gr.Blocks:
-    """Start serving in the background: nothing is shared, recorded or reported to anyone. `local_url` is the address."""
+    """Serve in the background, at the page's `local_url`. Nothing is shared, recorded or reported to anyone."""
     page = build(source).queue(max_size=MAX_WAITING, default_concurrency_limit=4)
     page.launch(
         server_name=host,

@@ -1,4 +1,4 @@
-"""Plan: what a target and a drafter are predicted to need and bring on an accelerator, as `selfspec plan` computes it."""
+"""Plan: the predicted memory and speed-up of a target and a drafter on an accelerator, as `selfspec plan` computes them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class PlanTab:
     """The tab's components and events.
 
     Args:
-        target: the folder or id whose configuration is read, at first; no weights are.
-        drafters: by name, with their labels.
+        target: folder or id of the first target. Its configuration is read, its weights are not.
+        drafters: labels by name.
     """
 
     def __init__(self, target: str, drafters: dict[str, str]) -> None:
-        # A pull at a slider must not read files again.
+        # Moving a slider must not read files again.
         self._sizes = lru_cache(maxsize=16)(_sizes)
         with gr.Row():
             source = gr.Textbox(
-                target, label="Target", info="A folder or a Hub id: its configuration alone is read", elem_id="plan-target"
+                target, label="Target", info="A folder or a Hub id; only its configuration is read", elem_id="plan-target"
             )
             drafter = gr.Dropdown(
                 [(label, name) for name, label in drafters.items()],
@@ -66,10 +66,10 @@ class PlanTab:
     def predict(
         self, source: str, drafter: str | None, card: str, rate: float, depth: int, batch_size: int, context: int
     ) -> Updates:
-        """The prediction for these settings, or what is wrong with them."""
+        """The prediction for these settings, or a sentence that says what is wrong with them."""
         try:
             if not source.strip():
-                raise ValueError("No target is named: type a folder or an id on the Hugging Face Hub.")
+                raise ValueError("No target is given: type a folder or an id on the Hugging Face Hub.")
             target, draft = self._sizes(source.strip(), drafter or "ngram")
             acceptance = assumed_rates([rate], draft)
             plan = make_plan(target, draft, acceptance, CARDS[card], batch_size=batch_size, context=context)
@@ -77,7 +77,7 @@ class PlanTab:
             if (sentence := describe(error)) is None:
                 raise
             return {self._prediction: render.note(sentence, "error"), self._plot: gr.LinePlot(visible=False)}
-        # A head drafts no deeper than it can.
+        # A head has a largest depth.
         chosen = plan.choices[min(depth, len(plan.choices) - 1)]
         curve = pd.DataFrame(
             {DEPTH: [choice.depth for choice in plan.choices], SPEEDUP: [choice.speedup for choice in plan.choices]}

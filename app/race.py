@@ -1,7 +1,7 @@
-"""Columns of a race: one prompt through several drafters, every verify step kept with its time, and the replay's schedule.
+"""Columns of a race: one prompt through several drafters, a timed record of every verify step, and the replay's schedule.
 
-Measured alone, a column's clock runs only while the decode loop does: what the page makes of a step, and how long it takes
-to show it, is never part of a figure. All tensors of a step become plain numbers and text here; nothing behind needs torch.
+When a column is measured alone, its clock runs only while the decode loop runs, so the time that the page takes to show a
+step is never part of a figure. A step's tensors become plain numbers and text here, so the rest of the page needs no torch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from selfspec.loop.text import TextStream
 from selfspec.model.target import Target
 from selfspec.tree import chain
 
-# The page is drawn anew at most this often.
+# The page is drawn at most this often.
 SECONDS_PER_FRAME = 1 / 15
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node of a candidate tree; `probability` is the drafter's estimate that its whole path is accepted."""
+    """A node of a candidate tree. `probability` is the drafter's estimate that the whole path to it is accepted."""
 
     token_id: int
     text: str
@@ -45,12 +45,12 @@ class StepRecord:
 
     Attributes:
         at: seconds from the start of the answer, prefill included, to the end of this step.
-        draft_seconds, verify_seconds, accept_seconds, host_seconds: its parts; host is what the loop spends between them.
+        draft_seconds, verify_seconds, accept_seconds, host_seconds: parts of the step; host is the loop's time between them.
         nodes: the candidate tree without padding, the root first.
         path: the accepted nodes, the root first.
         chosen: the target's own token at each node of the path, as text: the accepted drafts, then the bonus token.
-        token_ids: the emitted ones, fewer than `chosen` where the answer ended.
-        pieces: the text that each emitted token completes; joined over all steps they are the answer.
+        token_ids: the emitted tokens; fewer than `chosen` if the answer ended within the step.
+        pieces: the text that each emitted token completes. Joined over all steps, they are the answer.
     """
 
     at: float
@@ -79,7 +79,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Figures:
-    """Speed and acceptance so far, by the definitions of `selfspec compare`; `first_seconds`: to the first step."""
+    """Speed and acceptance so far, as `selfspec compare` defines them. `first_seconds` runs to the first step's end."""
 
     num_tokens: int
     num_target_passes: int
@@ -98,7 +98,7 @@ class Figures:
 
 @dataclass
 class Column:
-    """One drafter's answer, as far as it has come. `finish_reason` is None while it runs, and for good if it was stopped."""
+    """One drafter's answer so far. `finish_reason` is None while it runs, and stays None if it was stopped."""
 
     name: str
     label: str
@@ -115,7 +115,7 @@ class Column:
         return "".join(piece for step in self.steps for piece in step.pieces)
 
     def until(self, seconds: float) -> Column:
-        """The column as it stood at that time of its own clock."""
+        """The column as it stood at `seconds` of its own clock."""
         steps = [step for step in self.steps if step.at <= seconds]
         is_whole = len(steps) == len(self.steps)
         return Column(self.name, self.label, steps, self.prefill_seconds, self.finish_reason if is_whole else None)
@@ -129,7 +129,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Parting:
-    """Where a column leaves the first one: the token's position, both tokens, and how far apart the target's logits are."""
+    """Where a column first differs from the reference: position, both tokens, and the gap between the target's logits."""
 
     position: int
     text: str
@@ -145,7 +145,7 @@ def measure(
     use_cost_guard: bool,
     is_stopped: Callable[[], bool],
 ) -> Iterator[Column]:
-    """Run every column alone, after a warm-up; yields it after each of its steps. A stop ends this one and the rest."""
+    """Run every column alone after a warm-up, and yield it after each of its steps. A stop ends this column and the rest."""
     for column, drafter in contestants:
         warm_up = Request(request.prompt_ids, WARM_UP)
         for _ in _records(target, warm_up, Column("", ""), drafter, use_cost_guard, is_stopped):
@@ -161,7 +161,7 @@ def run_together(
     use_cost_guard: bool,
     is_stopped: Callable[[], bool],
 ) -> Iterator[Column]:
-    """Let the columns take a step each in turn, sharing one clock: what one gains in speed is hidden by the others."""
+    """Let the columns take steps in turn on one shared clock, so each column's time includes the others' steps."""
     start = time.perf_counter()
     with ExitStack() as stack:
         running = [
@@ -185,11 +185,11 @@ def _records(
     is_stopped: Callable[[], bool],
     shared_start: float | None = None,
 ) -> Generator[Column]:
-    """Decode into `column`. Its clock stands still between steps, unless it is a wall clock that others share."""
+    """Decode into `column`. Its clock stops between steps, unless `shared_start` makes it a wall clock."""
     recorder = Recorder(target.tokenizer)
     planner = None if use_cost_guard else Planner(is_active=False)
     elapsed = 0.0
-    # It is a generator, though its signature promises less: closing it frees the cache and the drafter's state.
+    # `decode` returns a generator, though its signature says Iterator. Closing it frees cache and drafter state.
     decoding = cast("Generator[Step]", decode(target, [request], drafter=drafter, planner=planner))
     with closing(decoding) as steps:
         while not is_stopped():
@@ -201,7 +201,7 @@ def _records(
             elapsed += seconds
             [sequence] = step.sequences
             if not column.steps:
-                # The first step brings the prompt's prefill with it.
+                # The first step includes the prompt's prefill.
                 column.prefill_seconds = sequence.prefill_seconds
                 seconds -= sequence.prefill_seconds
             at = elapsed if shared_start is None else time.perf_counter() - shared_start
@@ -211,14 +211,14 @@ def _records(
 
 
 class Recorder:
-    """Turns the steps of one answer into records; keeps what detokenisation needs from one to the next."""
+    """Turns the steps of one answer into records, and keeps the state of detokenisation between steps."""
 
     def __init__(self, tokenizer: object) -> None:
         self._tokenizer = tokenizer
         self._stream = TextStream(tokenizer)
 
     def record(self, step: Step, *, at: float, seconds: float) -> StepRecord:
-        """The first row of `step`, which took `seconds` in all."""
+        """A record of the first row of `step`, which took `seconds` in all."""
         parts = step.seconds
         nodes, index = self._nodes(step)
         num_accepted = int(step.acceptance.num_accepted[0])
@@ -238,7 +238,7 @@ class Recorder:
         )
 
     def _nodes(self, step: Step) -> tuple[list[Node], dict[int, int]]:
-        """The real nodes, and each one's place among them by its place in the tensors."""
+        """The real nodes (padding left out), and their indices in this list by their index in the tensors."""
         tree = step.tree
         tokens, parents, depths = tree.tokens[0].tolist(), tree.parents[0].tolist(), tree.depths[0].tolist()
         scores: list[float] | None = None if tree.scores is None else tree.scores[0].exp().tolist()
@@ -252,7 +252,7 @@ class Recorder:
         return nodes, index
 
     def _pieces(self, token_ids: list[int], ends: frozenset[int], *, is_last: bool) -> list[str]:
-        """What each token adds. A character of several tokens belongs to the last of them, the end token adds nothing."""
+        """The text that each token adds. A character of several tokens counts for the last one; the end token adds none."""
         pieces = []
         for token_id in token_ids:
             if token_id not in ends:
@@ -268,9 +268,9 @@ class Recorder:
 
 
 def parting(target: Target, prompt_ids: list[int], column: Column, reference: Column) -> Parting | None:
-    """Where two whole answers differ first; None where they are the same token for token."""
+    """Where two complete answers first differ; None if they are the same token for token."""
     ours, theirs = column.token_ids, reference.token_ids
-    # Neither is the other's beginning: what ends an answer, its end token or the same limit, ends both.
+    # Neither is a prefix of the other, because the same end token or limit ends both.
     at = next((i for i, (our_id, their_id) in enumerate(zip(ours, theirs, strict=False)) if our_id != their_id), None)
     if at is None:
         return None
@@ -280,7 +280,7 @@ def parting(target: Target, prompt_ids: list[int], column: Column, reference: Co
 
 @torch.inference_mode()
 def logit_gap(target: Target, prefix_ids: list[int], token_id: int, other_id: int) -> float:
-    """How far apart the target's logits of two tokens are behind a prefix, in a pass over one node."""
+    """How far apart the target's logits of two tokens are after a prefix, from a pass over one node."""
     cache = target.new_cache()
     row = cache.open_row()
     prefix = torch.tensor(prefix_ids, device=target.device)
@@ -290,7 +290,7 @@ def logit_gap(target: Target, prefix_ids: list[int], token_id: int, other_id: in
 
 
 def frame_times(columns: Iterable[Column]) -> Iterator[float]:
-    """When to draw, in seconds of the race: as soon as a step is over, but never two frames closer than the limit."""
+    """When to draw, in seconds of the race: at the end of every step, but no two frames closer than `SECONDS_PER_FRAME`."""
     last = float("-inf")
     for at in sorted(step.at for column in columns for step in column.steps):
         if at > last:

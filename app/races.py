@@ -1,4 +1,4 @@
-"""What is behind the page's Compare tab, whatever runs the races: visitors' stops, what is shown, and runs to download."""
+"""What races on a target and races on a server share: stops by visitors, views for the page, and runs to download."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Messages = list[dict[str, str]]
 
 
 class Outcome(Protocol):
-    """A race that has ended, whole or not; the first column is plain decoding's."""
+    """A race that has ended, complete or not. Its first column is plain decoding."""
 
     settings: Settings
 
@@ -27,7 +27,7 @@ class Outcome(Protocol):
 
 @dataclass(frozen=True)
 class View:
-    """What the page shows now: a line of text, the columns (those before if empty), and at the end the race to look into."""
+    """What the page shows: a line of text, the columns (empty keeps the ones before), and at the end the race itself."""
 
     message: str
     html: str = ""
@@ -35,21 +35,21 @@ class View:
 
 
 class Races(ABC):
-    """Runs races for visitors, who are told apart by their session.
+    """Runs races for visitors, whom it knows by their session.
 
     Attributes:
-        drafters: those that can race, by name, with their labels: what the page offers.
+        drafters: labels of the drafters that the page offers, by name.
     """
 
     drafters: dict[str, str]
 
     def __init__(self) -> None:
         self._stops: dict[str, threading.Event] = {}
-        # Runs to download; removed with the process.
+        # Holds the runs to download, and is removed when the process ends.
         self._folder = tempfile.TemporaryDirectory(prefix="selfspec-app-")
 
     def expect(self, session: str) -> None:
-        """A race of this session is about to wait for its turn: from here on it can be stopped."""
+        """A race of this session is about to wait for its turn. From now on it can be stopped."""
         self._stops[session] = threading.Event()
 
     def stop(self, session: str) -> None:
@@ -58,15 +58,15 @@ class Races(ABC):
             self._stops[session].set()
 
     def race(self, settings: Settings, history: Messages, session: str) -> Iterator[View]:
-        """Run all columns on the prompt and show them; closing the iterator ends the work too."""
+        """Run all columns on the prompt, and yield what to show. Closing the iterator ends the work too."""
         stop = self._stops.setdefault(session, threading.Event())
         try:
             yield from self._race(settings, prompt_of(settings, history), stop)
         finally:
             self._stops.pop(session, None)
 
-    def refresh(self) -> None:  # noqa: B027  (what a target of one's own can do does not change by itself)
-        """Learn anew which drafters there are."""
+    def refresh(self) -> None:  # noqa: B027  (a local target's drafters do not change by themselves)
+        """Update the drafters."""
 
     @abstractmethod
     def _race(self, settings: Settings, prompt: str | Messages, stop: threading.Event) -> Iterator[View]: ...
@@ -83,7 +83,7 @@ class Races(ABC):
 
 
 def prompt_of(settings: Settings, history: Messages) -> str | Messages:
-    """Text to go on with, or a chat's messages."""
+    """The text to continue, or the messages of a chat."""
     if not settings.prompt.strip():
         raise ValueError("The prompt is empty: write something, or take one of the examples.")
     if settings.kind == TEXT:

@@ -1,7 +1,7 @@
-"""A running `selfspec serve` seen from outside: its drafters, and answers that stream over its API.
+"""A client of a running `selfspec serve`: its drafters, and answers that stream over its API.
 
-Requests run in a thread of their own with an event loop, so that a stop closes their connections at once, whatever the
-server is doing; it then cancels them. A column's clock is this side's: from sending the request to a piece's arrival.
+Requests run on an event loop in their own thread, so a stop closes their connections at once, whatever the server is doing;
+the server then cancels the requests. A column's clock runs on this side, from sending the request to receiving a piece.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from selfspec.app.race import Figures
 JSON = dict[str, Any]
 
 CONNECT_SECONDS = 5.0
-# An answer may wait its turn for long; a server that is gone is noticed by its connection.
+# Long, because an answer may wait its turn. A server that has gone closes the connection.
 READ_SECONDS = 600.0
-# How long a stop may go unnoticed.
+# A stop is noticed within this time.
 POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A step's news of one answer.
+    """What one step added to an answer.
 
     Attributes:
         at: seconds since the request was sent.
-        num_tokens, num_passes: of the answer so far.
+        num_tokens, num_passes: counts of the answer so far.
     """
 
     at: float
@@ -45,7 +45,7 @@ class Piece:
 
 @dataclass
 class RemoteColumn:
-    """One drafter's answer, as far as it has come; at its end `speculation` is the server's own account of it."""
+    """One drafter's answer so far. At its end, `speculation` holds the server's own counts."""
 
     name: str
     label: str
@@ -58,7 +58,7 @@ class RemoteColumn:
         return "".join(piece.text for piece in self.pieces)
 
     def figures(self) -> Figures | None:
-        """None before the first step; in the end by the server's count of passes."""
+        """None before the first step. At the end, passes are as the server counted them."""
         if not self.pieces or not self.pieces[-1].num_tokens:
             return None
         last = self.pieces[-1]
@@ -66,7 +66,7 @@ class RemoteColumn:
         return Figures(last.num_tokens, num_passes, last.at, self.pieces[0].at)
 
     def take(self, chunk: JSON, at: float) -> None:
-        """Add what a chunk of the stream brings."""
+        """Add a chunk of the stream."""
         choices, usage = chunk["choices"], chunk.get("usage")
         if usage is not None and not choices:
             self.speculation = usage["speculation"]
@@ -90,13 +90,13 @@ class Server:
     """The API at an address, such as `http://127.0.0.1:8000/v1`.
 
     Raises:
-        ValueError: no address of HTTP. Every method does where the server does not answer, or refuses: one sentence.
+        ValueError: this is not an HTTP address. Every method raises one, in one sentence, if the server fails or refuses.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         address = url.strip().rstrip("/")
         if not address.startswith(("http://", "https://")):
-            raise ValueError(f"server {url!r} is no address: write one such as http://127.0.0.1:8000/v1")
+            raise ValueError(f"server {url!r} is not an address: write one such as http://127.0.0.1:8000/v1")
         self.url = address if address.endswith("/v1") else f"{address}/v1"
         self._options: dict[str, Any] = {
             "base_url": self.url,
@@ -105,18 +105,18 @@ class Server:
         }
 
     def model(self) -> str:
-        """The name of what it serves."""
+        """The name of the model that it serves."""
         return self._get("models")[0]["id"]
 
     def drafters(self) -> list[str]:
-        """Those that work, by the names that requests use; `none` is left out."""
+        """The names of the drafters that work, without `none`."""
         heads = self._get("heads")
         return [head["id"] for head in heads if head["status"] == "ready" and head["id"] != "none"]
 
     def stream(
         self, calls: Mapping[str, Call], is_stopped: Callable[[], bool] = lambda: False
     ) -> Iterator[tuple[str, JSON, float]]:
-        """Run calls at the same time; their chunks by name as they come, with the seconds since each was sent.
+        """Run calls at the same time. Yields (name, chunk, seconds since its call was sent) as chunks come.
 
         A stop, an error and closing the iterator end all of them.
         """
@@ -149,7 +149,7 @@ class Server:
                     raise item
                 yield item
         finally:
-            # Nothing happens where the task is done: the loop is closed only here.
+            # This does nothing if the task is done; the loop is still open.
             loop.call_soon_threadsafe(task.cancel)
             thread.join()
             loop.close()

@@ -1,7 +1,7 @@
-"""Races on a running `selfspec serve`: one column for each of its drafters, beside plain decoding.
+"""Races on a running `selfspec serve`: plain decoding, and one column for each chosen drafter of the server.
 
-A column runs alone after a warm-up, which also puts the prompt into the server's prefix cache, so that no column reads it
-for the others. What happens in a step stays on the server: text and counts are all that comes.
+Each column runs alone after a warm-up. The warm-up also puts the prompt into the server's prefix cache, so no column pays
+for the others' prefill. The server sends text and counts; what happens within a step stays there.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ WHY_NEEDS_A_TARGET = (
 
 @dataclass(eq=False)
 class RemoteRace:
-    """One click's outcome: what was asked, and the columns as far as they came."""
+    """A race: its settings, and the columns as far as they got."""
 
     settings: Settings
     columns: list[RemoteColumn]
 
     def is_identical(self, column: RemoteColumn) -> bool | None:
-        """Whether a whole answer is the first one's text; None where one of the two is not whole, and of the first."""
+        """Whether a complete answer has the first column's text. None for the first column, and if either is incomplete."""
         reference = self.columns[0]
         if column is reference or None in (column.finish_reason, reference.finish_reason):
             return None
         return column.text == reference.text
 
     def html(self, *, is_over: bool = False) -> str:
-        """The columns as they stand; a column that has ended has its badge."""
+        """The columns as they stand. A column that has ended has a badge."""
         badges = {}
         reference = self.columns[0]
         for column in self.columns:
@@ -55,7 +55,7 @@ class RemoteRace:
 
 
 class RemoteRaces(Races):
-    """A server's drafters, asked for anew at every visit and race: it may be started, or change them, behind our back."""
+    """Races on a server. It is asked for its drafters at every visit, because it may be restarted, or load other ones."""
 
     def __init__(self, server: Server) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class RemoteRaces(Races):
         calls = {name: call_for(model, name, settings, prompt) for name in names}
         is_together = settings.timing == LIVE
         if is_together:
-            message = "Live: the server answers all columns at once, so that their timings are not comparable"
+            message = "Live: the server answers all columns at once, so their timings are not comparable"
             yield from self._follow(result, calls, stop, f"{message} …")
         else:
             message = f"Each column ran alone on {self.server.url}, one after the other; the clock is this page's"
@@ -107,7 +107,7 @@ class RemoteRaces(Races):
 
 
 def call_for(model: str, drafter: str, settings: Settings, prompt: str | Messages) -> Call:
-    """The request that answers a prompt with one drafter, its counts with every piece."""
+    """The request for one drafter's answer to a prompt, with counts in every piece."""
     body = {
         "model": model,
         "drafter": drafter,

@@ -1,8 +1,8 @@
 """Records to HTML: columns, spans coloured by origin, candidate trees, plots. Pure functions; everything is escaped here.
 
-A token's origin is read off its place in its step, never off the text: of a step's tokens the first `num_accepted` are
-drafts of depth 1, 2, …, and the one behind them is the target's own. Each origin has a colour and a second mark, the
-underline's style and thickness, so that neither colour vision nor a colour screen is needed.
+A token's place in its step gives its origin, never its text: the first `num_accepted` tokens of a step are drafts of depth
+1, 2, …, and the one after them is the target's own. Each origin has a colour, and an underline of its own style and
+thickness, so readers need not see colours.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from selfspec.app.race import Column, Figures, Node, Parting, StepRecord
 from selfspec.app.remote import RemoteColumn
 from selfspec.plan.predict import Choice, Plan
 
-# Deeper drafts look alike: nobody counts past this.
+# Deeper drafts look alike, because nobody could tell more shades apart.
 MAX_SHADE = 6
 
 
 class Contestant(Protocol):
-    """What a card's head shows of a column, wherever it runs."""
+    """What the head of a card needs of a column, local or remote."""
 
     label: str
 
@@ -30,13 +30,13 @@ class Contestant(Protocol):
 
 
 def columns(shown: Sequence[Column], badges: Mapping[str, str], *, is_comparable: bool) -> str:
-    """The race as it stands. The first column is the reference of every speed-up; badges go by column name."""
+    """The race as it stands. The first column is the reference of every speed-up; badges are by column name."""
     cards = [_card(column, shown[0], badges.get(column.name, ""), is_comparable, spans(column.steps)) for column in shown]
     return _grid(cards) + legend()
 
 
 def remote_columns(shown: Sequence[RemoteColumn], badges: Mapping[str, str], *, is_comparable: bool) -> str:
-    """The same for a server's answers, whose tokens' origins are not known here."""
+    """The same for a server's answers, whose tokens have no known origin."""
     return _grid(
         [_card(column, shown[0], badges.get(column.name, ""), is_comparable, escape(column.text)) for column in shown]
     )
@@ -86,7 +86,7 @@ def identical_badge() -> str:
 
 
 def parting_badge(parting: Parting) -> str:
-    """Where the output leaves the reference. A tiny gap is a rounding tie, a large one a fault."""
+    """Where the output differs from the reference. A tiny gap is a rounding tie; a large one is a fault."""
     hint = (
         f"“{parting.text}” where the reference has “{parting.expected_text}”: "
         f"the target’s logits of the two differ by {parting.logit_gap:.4g}"
@@ -100,7 +100,7 @@ def same_text_badge() -> str:
 
 
 def text_parting_badge(text: str, expected: str) -> str:
-    """Where a text leaves the reference's, which may be its beginning."""
+    """Where a text differs from the reference's. One may be the beginning of the other."""
     shared = min(len(text), len(expected))
     at = next((i for i in range(shared) if text[i] != expected[i]), shared)
     hint = f"“{text[at : at + 20]}” where the reference has “{expected[at : at + 20]}”"
@@ -112,7 +112,7 @@ def stopped_badge() -> str:
 
 
 def spans(steps: Sequence[StepRecord], chosen_step: int | None = None) -> str:
-    """The text token by token, white space as it is; `chosen_step` is set off from the rest."""
+    """The text token by token, with white space unchanged. `chosen_step` is highlighted."""
     parts = []
     for number, step in enumerate(steps):
         marks = "".join(
@@ -131,7 +131,7 @@ def _origin_class(step: StepRecord, k: int) -> str:
 
 
 def _origin(step: StepRecord, k: int, number: int) -> str:
-    """A token's origin in words, and what was drafted in its place and refused."""
+    """A token's origin in words, and the drafts that were refused in its place."""
     where = f"step {number + 1}: "
     if k < step.num_accepted:
         node = step.nodes[step.path[k + 1]]
@@ -149,7 +149,7 @@ def _origin(step: StepRecord, k: int, number: int) -> str:
 
 
 def legend() -> str:
-    """The origins, each written as it looks."""
+    """The origins, each in its own style."""
     return (
         '<p class="legend"><span class="own">target’s own</span> <span class="bonus">bonus of a pass with drafts</span> '
         '<span class="draft d1">draft accepted at depth 1</span> '
@@ -158,13 +158,13 @@ def legend() -> str:
     )
 
 
-# The tree's measures, in pixels.
+# The sizes of the drawn tree, in pixels.
 COLUMN_WIDTH, ROW_HEIGHT, BOX_WIDTH, BOX_HEIGHT = 122, 38, 102, 28
 MAX_LABEL = 8
 
 
 def tree(step: StepRecord) -> str:
-    """A step's candidate tree from left to right, the accepted path on top, with the bonus token at its end."""
+    """A step's candidate tree from left to right, with the accepted path at the top and the bonus token at its end."""
     fates = [fate(step, i) for i in range(len(step.nodes))]
     children: dict[int, list[int]] = {}
     for i, node in enumerate(step.nodes):
@@ -173,7 +173,7 @@ def tree(step: StepRecord) -> str:
     rows: dict[int, int] = {}
 
     def place(i: int, row: int) -> int:
-        """A node stands level with its first child, and the path's end with the bonus token; returns the next free row."""
+        """Place a node level with its first child, and the path's end with the bonus token. Returns the next free row."""
         rows[i] = row
         free = row + (i == end)
         for child in sorted(children.get(i, []), key=lambda c: (c not in step.path, -(step.nodes[c].probability or 0))):
@@ -219,7 +219,7 @@ def _box(depth: int, row: int, text: str, note: str, kind: str, reason: str) -> 
 
 
 def fate(step: StepRecord, i: int) -> tuple[str, str]:
-    """What became of a node, as a class, and why, in words."""
+    """The outcome of a node as a CSS class, and the reason in words."""
     node = step.nodes[i]
     if i == 0:
         return "root", "the last token of the text so far"
@@ -233,9 +233,9 @@ def fate(step: StepRecord, i: int) -> tuple[str, str]:
 
 
 def outcomes(step: StepRecord) -> str:
-    """The tree's drafts as a table, for fingers that cannot hover and for readers that cannot see."""
+    """The tree's drafts as a table, for touch screens, where nothing hovers, and for screen readers."""
     if len(step.nodes) == 1:
-        return '<p class="hint">Nothing was drafted in this step: the pass brought the target’s own token alone.</p>'
+        return '<p class="hint">Nothing was drafted in this step: the pass gave only the target’s own token.</p>'
     order = sorted(range(1, len(step.nodes)), key=lambda i: (step.nodes[i].depth, i not in step.path, i))
     body = "".join(_row(step.nodes[i], *fate(step, i)) for i in order)
     return (
@@ -262,12 +262,12 @@ def step_line(steps: Sequence[StepRecord], number: int) -> str:
 
 
 def plots(column: Column) -> str:
-    """The whole answer at a glance: acceptance by position, accepted lengths, and where the time went."""
+    """The whole answer at a glance: acceptance by position, tokens per pass, and where the time went."""
     return f'<div class="plots">{_by_position(column.steps)}{_lengths(column.steps)}{_time(column)}</div>'
 
 
 def acceptance_by_position(steps: Sequence[StepRecord]) -> list[tuple[int, int]]:
-    """For each depth from 1: in how many steps a draft of that depth was accepted, and in how many there was one."""
+    """For each depth from 1: the number of steps in which a draft of that depth was accepted, and in which there was one."""
     deepest = max((step.max_depth for step in steps), default=0)
     return [
         (sum(step.num_accepted >= d for step in steps), sum(step.max_depth >= d for step in steps))
@@ -280,7 +280,7 @@ def _by_position(steps: Sequence[StepRecord]) -> str:
     bars = [
         (f"depth {d}", hits / tries, f"{hits / tries:.0%} of {tries}") for d, (hits, tries) in enumerate(counts, start=1)
     ]
-    return _plot("Acceptance by position", "steps with a draft that deep in which it was accepted", bars, "draft")
+    return _plot("Acceptance by position", "of the steps with a draft of that depth, how many accepted it", bars, "draft")
 
 
 def _lengths(steps: Sequence[StepRecord]) -> str:
@@ -288,7 +288,7 @@ def _lengths(steps: Sequence[StepRecord]) -> str:
     counts = [(n, lengths.count(n)) for n in range(1, max(lengths) + 1)]
     most = max(count for _, count in counts)
     bars = [(_count(n, "token"), count / most, _count(count, "step")) for n, count in counts]
-    return _plot("Tokens per target pass", "how many steps emitted that many, bonus token included", bars, "bonus")
+    return _plot("Tokens per target pass", "how many steps emitted that many tokens, bonus included", bars, "bonus")
 
 
 def _time(column: Column) -> str:
@@ -308,7 +308,7 @@ def _time(column: Column) -> str:
 
 
 def plan(prediction: Plan, choice: Choice) -> str:
-    """A prediction for one size of draft, the best size beside it, and the memory part by part."""
+    """A prediction for one draft size, the best size for comparison, and the memory part by part."""
     best = prediction.best
     capacity = prediction.card.memory
     verdict = "It fits" if prediction.fits else "It does not fit"
@@ -361,17 +361,17 @@ def step(steps: Sequence[StepRecord], number: int) -> str:
 
 
 def answer(steps: Sequence[StepRecord], number: int) -> str:
-    """The whole text with one step's tokens set off."""
+    """The whole text, with one step's tokens highlighted."""
     return f'<div class="answer">{spans(steps, number)}</div>{legend()}'
 
 
 def permalink(query: str) -> str:
-    """A link to the page with these settings, relative: it is right behind any proxy."""
+    """A link to the page with these settings. It is relative, so it works behind any proxy."""
     return f'<a href="?{escape(query)}" target="_blank">Link to these settings</a>'
 
 
 def facts(values: Mapping[str, object]) -> str:
-    """Names and values as a list; what is empty is left out."""
+    """Names and values as a list; None is left out."""
     rows = "".join(
         f"<div><dt>{escape(name.replace('_', ' '))}</dt><dd>{escape(str(value))}</dd></div>"
         for name, value in values.items()
@@ -381,13 +381,13 @@ def facts(values: Mapping[str, object]) -> str:
 
 
 def note(text: str, kind: str = "") -> str:
-    """One sentence for the person: what happens, or what was wrong and what to do."""
+    """One sentence for the visitor: what is happening, or what was wrong and what to do."""
     role = "alert" if kind == "error" else "status"
     return f'<p class="note-line {kind}" role="{role}">{escape(text)}</p>' if text else ""
 
 
 def visible(text: str) -> str:
-    """A token's text with its white space to be seen."""
+    """A token's text with its white space made visible."""
     return text.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥") or "∅"
 
 

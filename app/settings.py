@@ -1,4 +1,4 @@
-"""What a person sets on the page, checked, and its form as a link."""
+"""The settings of a race, checked, and their form as a link."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MESSAGE, CHAT, TEXT = "message", "chat", "text"
 ALONE, LIVE = "alone", "live"
 
 MAX_NEW_TOKENS = 512
-# Beside plain decoding, which always runs: more columns than four leave no width to read them.
+# Besides plain decoding, which always runs. More than four columns would be too narrow to read.
 MAX_DRAFTERS = 3
 
 EXAMPLES = {
@@ -35,7 +35,7 @@ EXAMPLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One race. `kind` says how the target reads the prompt: as one message, a chat's next one, or text to go on with."""
+    """Settings of one race. `kind` says what the prompt is: one message, the next message of a chat, or text to continue."""
 
     prompt: str = ""
     kind: str = MESSAGE
@@ -63,7 +63,7 @@ class Settings:
 
     @property
     def sampling(self) -> SamplingParams:
-        """Always seeded: unseeded samples differ by design, and could not be compared."""
+        """Always with a seed, because samples without one differ by design and could not be compared."""
         return SamplingParams(
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
@@ -73,7 +73,7 @@ class Settings:
         )
 
     def query(self) -> str:
-        """The settings that are not the default, as the part of an address behind its question mark."""
+        """The settings that differ from the defaults, as the query of an address."""
         changed: dict[str, Any] = {}
         for setting in fields(self):
             value = getattr(self, setting.name)
@@ -83,7 +83,7 @@ class Settings:
 
     @classmethod
     def from_query(cls, query: Mapping[str, str]) -> Settings:
-        """The settings of a link; keys that are not settings are somebody else's. Raises ValueError on a bad value."""
+        """The settings of a link. Other keys are ignored; a bad value raises a ValueError."""
         values: dict[str, Any] = {}
         for setting in fields(cls):
             if (text := query.get(setting.name)) is None:
@@ -108,7 +108,7 @@ _READERS: dict[type, Any] = {
 
 
 def label_of(drafter: str) -> str:
-    """A drafter's name for a column's head: `eagle:runs/mine/head` is `EAGLE · head`."""
+    """A drafter's name as the heading of a column: `eagle:runs/mine/head` becomes `EAGLE · head`."""
     name, _, argument = drafter.partition(":")
     label = KINDS[name].label if name in KINDS else name
     return f"{label} · {argument.rstrip('/').rpartition('/')[2]}" if argument else label

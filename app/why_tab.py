@@ -1,4 +1,4 @@
-"""Why: the last race step by step, with the candidate tree of each and what became of its nodes."""
+"""Why: the last race step by step, with each step's candidate tree and the outcome of its nodes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from selfspec.app.race import Column
 
 
 class WhyTab:
-    """The tab's components and events; it shows whatever race `finished` holds."""
+    """The tab's components and events. It shows the race that `finished` holds."""
 
     def __init__(self, finished: gr.State) -> None:
-        self._hint = html(render.note("Run a race under Compare first: its steps can then be looked into here."))
+        self._hint = html(render.note("Run a race under Compare first: this tab then shows its steps."))
         with gr.Column(visible=False) as self._body:
             self._column = gr.Radio([], label="Column", elem_id="column")
             self._number = gr.Slider(1, 2, 1, step=1, label="Verify step", elem_id="step")
@@ -32,7 +32,7 @@ class WhyTab:
         columns = [column for column in race.columns if column.steps]
         if not columns:
             return {self._hint: gr.HTML(visible=True), self._body: gr.Column(visible=False)}
-        # The last column is the one that somebody chose to try.
+        # The last column is a drafter that somebody chose.
         name = columns[-1].name
         return {
             self._hint: gr.HTML(visible=False),
@@ -43,7 +43,7 @@ class WhyTab:
 
     def _show_column(self, race: Race, name: str) -> Updates:
         column = race.column(name)
-        # Begin where the first tree shown has most to say: something refused, much accepted.
+        # Begin with the most telling step: something was refused, and much was accepted.
         best = max(range(len(column.steps)), key=lambda i: (column.steps[i].has_refused, column.steps[i].num_accepted))
         return {
             self._number: gr.Slider(maximum=max(2, len(column.steps)), value=best + 1),

@@ -1,4 +1,4 @@
-"""What a person at a terminal sees of an error: one line with cause and remedy, and an exit code."""
+"""Errors for people at a terminal: one line with cause and remedy, and an exit code."""
 
 import contextlib
 import sys

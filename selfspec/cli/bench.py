@@ -39,7 +39,8 @@ def compare(
     sampling: SamplingParams,
     batch_size: BatchSizeOption = 1,
     baseline: Annotated[
-        str | None, typer.Option("--baseline", help="transformers: also run its own generate, greedily")
+        str | None,
+        typer.Option("--baseline", help="transformers: also run its own generate, which is greedy"),
     ] = None,
 ) -> None:
     """Run the same prompts through several drafters: speed, acceptance, and whether the output is the same.
@@ -69,7 +70,8 @@ def demo(
     *,
     target: TargetOptions,
     drafters: Annotated[
-        str | None, typer.Option("--drafters", help="with commas; none,ngram and, for the default target, its shipped head")
+        str | None,
+        typer.Option("--drafters", help="with commas; none,ngram by default, and eagle for the default target"),
     ] = None,
     max_new_tokens: MaxNewTokensOption = 64,
 ) -> None:
@@ -144,10 +146,12 @@ def bench_engine(
     expand: ExpandOption = None,
     drafter: DrafterOption = "ngram",
     draft: DraftOptions,
-    streams: Annotated[str, typer.Option("--streams", help="how many at once, several numbers with commas")] = "1,8,32,64",
+    streams: Annotated[
+        str, typer.Option("--streams", help="numbers of simultaneous streams to measure, with commas")
+    ] = "1,8,32,64",
     prompts: Annotated[str, typer.Option("--prompts", help="spec_bench, humaneval, or a prompt file")] = "spec_bench",
     repeats: Annotated[int, typer.Option("--repeats", help="pairs of runs, with speculation and without", min=1)] = 3,
-    rounds: Annotated[int, typer.Option("--rounds", help="answers of each stream in a run", min=1)] = 3,
+    rounds: Annotated[int, typer.Option("--rounds", help="answers that each stream gives in a run", min=1)] = 3,
     max_new_tokens: MaxNewTokensOption = 128,
     output: Annotated[Path | None, typer.Option("--output", help="JSON file for every run")] = None,
 ) -> None:
@@ -209,7 +213,7 @@ def _compare(
     batch_size: int = 1,
     use_transformers: bool = False,
 ) -> list["Mode"]:
-    """Has plain decoding, every drafter and, if asked for, transformers' `generate` answer the same prompts."""
+    """Answer the same prompts with plain decoding, every drafter and, if asked for, transformers' `generate`."""
     from selfspec.bench.compare import check_transformers_can, drafter_run, race, transformers_run
     from selfspec.cli import display
     from selfspec.traffic import answers as answering
@@ -217,7 +221,7 @@ def _compare(
     if use_transformers:
         check_transformers_can(sampling)
     if not sampling.is_greedy and sampling.seed is None:
-        # Unseeded samples differ by design, and could not be compared.
+        # Samples without a seed differ by design, so they could not be compared.
         sampling = sampling.with_(seed=0)
     runs = {}
     with display.stage(f"loading {target.source}") as report:

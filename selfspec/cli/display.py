@@ -1,4 +1,4 @@
-"""What the commands show: results on stdout, progress on stderr and only where a person watches it."""
+"""What the commands show: results on stdout; progress on stderr, and only in a terminal."""
 
 import contextlib
 import math
@@ -27,7 +27,7 @@ STATE_STYLES = {"ok": "green", "note": "yellow", "missing": "red"}
 
 @contextlib.contextmanager
 def stage(message: str) -> Iterator[Callable[[str], None]]:
-    """A spinner beside one line of text, which the yielded function replaces."""
+    """A spinner and one line of text, which the yielded function replaces."""
     if not stderr.is_terminal:
         yield lambda _: None
         return
@@ -45,7 +45,7 @@ def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def show_comparison(modes: Sequence[Mode], answer_ids: Sequence[str | int]) -> None:
-    """One row for each mode, against the first."""
+    """One row for each mode, compared with the first."""
     baseline = modes[0]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("drafter", no_wrap=True)
@@ -75,7 +75,7 @@ def _verdict(mode: Mode, baseline: Mode, answer_ids: Sequence[str | int]) -> Tex
 
 
 def show_answer(row: PromptRow, answer: TimedAnswer) -> None:
-    """A question and its answer, both cut to an excerpt."""
+    """A question and its answer, both shortened."""
     question = row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
     title = Text(_excerpt(question, 70))
     stdout.print(Panel(Text(_excerpt(answer.text, 400)), title=title, title_align="left"))
@@ -88,7 +88,7 @@ def _excerpt(text: str, max_chars: int) -> str:
 
 def show_benchmark(summaries: Mapping[str, Mapping[str, Summary]], environment: Mapping[str, object]) -> None:
     """One row for each task and mode; speed-ups are against the first mode of the task."""
-    # A terminal of 80 columns has room for it all.
+    # Without padding it fits into 80 columns.
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     table.add_column("task", no_wrap=True)
     table.add_column("mode", no_wrap=True)
@@ -122,7 +122,7 @@ def show_benchmark(summaries: Mapping[str, Mapping[str, Summary]], environment: 
 
 
 def show_throughput(entries: Sequence[Throughput], environment: Mapping[str, object]) -> None:
-    """One row for each number of streams; ratios are of speculation on to off."""
+    """One row for each number of streams; ratios divide the speed with speculation by the speed without."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("streams", "off\ntokens/s", "on\ntokens/s", "ratio", "worst\nratio", "accept\nlength", "same"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -148,7 +148,7 @@ def _ratio(value: float | None) -> str:
 
 
 def show_plan(plan: Plan) -> None:
-    """Memory part by part, whether it fits, and what each size of draft is predicted to do."""
+    """Memory part by part, whether it fits, and the prediction for each draft size."""
     memory = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     memory.add_column("memory", no_wrap=True)
     memory.add_column("GB", justify="right", no_wrap=True)
@@ -211,7 +211,7 @@ def show_findings(findings: Sequence[Finding]) -> None:
 
 
 def show_skipped(report: Report) -> None:
-    """Every reason for which rows were skipped, most frequent first, with its first places."""
+    """Every reason for skipping rows, most frequent first, with the first rows that it concerned."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("skipped", justify="right", no_wrap=True)
     table.add_column("reason")

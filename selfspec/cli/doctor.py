@@ -13,7 +13,7 @@ from selfspec.cli.options import command
 from selfspec.model.default_target import default_target
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "gguf")
-# Package -> what needs it, and the extra that brings it (None: torch's CUDA build does).
+# Package -> what needs it, and the extra that installs it (None: torch's CUDA build does).
 OPTIONAL = {
     "triton": ("compiled GPU kernels; plain torch runs in their place", None),
     "accelerate": ("training", "train"),

@@ -102,7 +102,7 @@ class DraftOptions:
 
 
 def command(app: typer.Typer, **groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers a function as a command; each argument named in `groups` becomes one option for every field."""
+    """Register a function as a command. Each argument named in `groups` becomes one option for each field."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         parameters = []
@@ -132,7 +132,7 @@ def _option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _field_options(group: type) -> list[inspect.Parameter]:
-    """One parameter for each field that fits on a command line; mappings are for Python callers only."""
+    """One parameter for each field that has a default; mappings have none, and are for Python callers only."""
     hints = typing.get_type_hints(group)
     options = []
     for setting in dataclasses.fields(group):
@@ -148,7 +148,7 @@ def _field_options(group: type) -> list[inspect.Parameter]:
 
 
 def quiet_libraries() -> None:
-    """Their bars and advice would tear our own output."""
+    """Silence the libraries' progress bars and advice, which would break up our own output."""
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 

@@ -1,4 +1,4 @@
-"""From an engine's events to the JSON that clients know, in one piece or piece by piece."""
+"""Turns an engine's events into the JSON that clients know, as a whole answer or as a stream."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ JSON = dict[str, Any]
 
 
 class Events:
-    """The events of one call's requests, on the event loop. Leaving early cancels what is left of them.
+    """The events of one call's requests, on the event loop. Closing it early cancels the requests that are left.
 
     Raises:
-        The engine's own, where it does not take the requests.
+        ValueError, EngineFull, EngineClosed: the engine does not take the requests (see `SpecEngine.submit`).
     """
 
     def __init__(self, engine: SpecEngine, requests: Sequence[Request], drafter: str | None) -> None:
@@ -42,7 +42,7 @@ class Events:
             event = await self._queue.get()
             self._num_left -= event.is_last
             if event.error is not None:
-                # One call, one answer: the others of its samples are of no use without it.
+                # A call has one answer, so its other samples are of no use now.
                 self.close()
                 raise event.error
             yield event
@@ -54,13 +54,13 @@ class Events:
 
 
 class Answer(ABC):
-    """One call's answer.
+    """The form of one call's answer.
 
     Args:
-        answer_id: of every piece.
-        tokenizer: for the names of tokens in log-probabilities.
-        num_samples: for each prompt.
-        drafter: the name asked for, or the default's.
+        answer_id: the id that the answer and every piece of a stream carry.
+        tokenizer: names the tokens in log-probabilities.
+        num_samples: samples for each prompt.
+        drafter: the drafter's name, for the usage.
     """
 
     kind: str
@@ -76,7 +76,7 @@ class Answer(ABC):
         return request.index * self.num_samples + request.sample_index
 
     def whole(self, completions: list[Completion]) -> JSON:
-        """The answer in one piece; completions in any order."""
+        """The whole answer, from completions in any order."""
         order = sorted(completions, key=lambda c: (c.prompt_index, c.sample_index))
         choices = [self.choice(index, completion) for index, completion in enumerate(order)]
         return {**self.head, "object": self.kind, "choices": choices, "usage": usage(order, self.drafter)}
@@ -85,12 +85,12 @@ class Answer(ABC):
         return {**self.head, "object": self.chunk_kind, "choices": choices, **more}
 
     def first_chunks(self, num_prompts: int) -> list[JSON]:
-        """What a stream opens with."""
+        """The chunks that open a stream."""
         return []
 
     @abstractmethod
     def choice(self, index: int, completion: Completion) -> JSON:
-        """A whole choice."""
+        """One choice of a whole answer."""
 
     @abstractmethod
     def piece(self, event: Event) -> JSON:
@@ -140,7 +140,7 @@ class ChatAnswer(Answer):
 
     def _entry(self, token_id: int, logprob: float) -> JSON:
         name = self._name(token_id)
-        # A part of a character has no text of its own, and the bytes are not the replacement's.
+        # A token that is part of a character decodes to a replacement character, whose bytes would be wrong.
         return {"token": name, "logprob": logprob, "bytes": None if "\ufffd" in name else list(name.encode())}
 
 
@@ -150,7 +150,7 @@ class CompletionAnswer(Answer):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        # By choice, the characters shown so far: where the next token's text begins.
+        # For each choice, how many characters were shown: the offset of the next token.
         self._offsets: dict[int, int] = {}
 
     def choice(self, index: int, completion: Completion) -> JSON:
@@ -173,13 +173,13 @@ class CompletionAnswer(Answer):
         for name in names:
             offsets.append(self._offsets.get(index, 0))
             self._offsets[index] = offsets[-1] + len(name)
-        # Of tokens with one name, parts of characters mostly, the likeliest: it comes last here, and so stays.
+        # Tokens may share a name (most are parts of characters). The likeliest comes last here, so it stays.
         tops = [{self._name(token_id): logprob for token_id, logprob in reversed(entries)} for entries in top or []]
         return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops or None, "text_offset": offsets}
 
 
 def usage(completions: list[Completion], drafter: str) -> JSON:
-    """Tokens as OpenAI counts them, a prompt once whatever the number of its samples, and what speculation did."""
+    """Tokens as OpenAI counts them (a prompt once, however many samples it has), and what speculation did."""
     firsts = [completion for completion in completions if completion.sample_index == 0]
     num_prompt = sum(completion.num_prompt_tokens for completion in firsts)
     num_completion = sum(len(completion.token_ids) for completion in completions)
@@ -203,7 +203,7 @@ def usage(completions: list[Completion], drafter: str) -> JSON:
 
 
 def running_usage(num_prompt: int, num_completion: int, num_passes: int) -> JSON:
-    """Of one choice so far."""
+    """The usage of one choice so far."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
@@ -213,7 +213,7 @@ def running_usage(num_prompt: int, num_completion: int, num_passes: int) -> JSON
 
 
 async def collect(events: Events, on_completion: Callable[[Completion], None]) -> list[Completion]:
-    """All completions of a call, each told as soon as it is there."""
+    """All completions of a call; `on_completion` is called with each as soon as it is there."""
     completions = []
     async for event in events:
         if event.completion is not None:
@@ -234,9 +234,9 @@ async def lines(
 ) -> AsyncIterator[bytes]:
     """A stream's server-sent events. An error in the middle is an event of its own, the last one."""
     completions = []
-    # With usage asked for, every chunk but the last says that it has none.
+    # If usage is asked for, OpenAI's chunks have an empty one until the last.
     more: JSON = {"usage": None} if wants_usage else {}
-    # By choice, the tokens and passes so far.
+    # For each choice, its tokens and passes so far.
     running: dict[int, tuple[int, int]] = {}
     try:
         for chunk in answer.first_chunks(num_prompts):
@@ -250,7 +250,7 @@ async def lines(
                 num_tokens, num_passes = running.get(index, (0, 0))
                 running[index] = num_tokens, num_passes = num_tokens + len(event.token_ids), num_passes + 1
                 more = {"usage": running_usage(len(event.request.prompt_ids), num_tokens, num_passes)}
-            # A step whose text waits for the rest of a character, or may become a stop string, has nothing to show.
+            # A step may have nothing to show: its text waits for the rest of a character, or may become a stop string.
             has_counts = (use_logprobs or wants_running_usage) and event.token_ids
             if event.text or event.completion is not None or has_counts:
                 yield _line(answer.chunk([answer.piece(event)], **more))
@@ -295,7 +295,7 @@ class EventStream(Response):
 
 
 async def while_connected(receive: Callable[[], Awaitable[Message]], work: Any) -> Any:
-    """What `work` returns; None, with the work cancelled, when the client has gone before it is done."""
+    """The result of `work`. If the client goes first, the work is cancelled and the result is None."""
 
     async def until_gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -308,5 +308,5 @@ async def while_connected(receive: Callable[[], Awaitable[Message]], work: Any) 
     finally:
         for task in tasks:
             task.cancel()
-        # A cancelled task runs until it has noticed.
+        # A cancelled task runs on until its next await.
         await asyncio.gather(*tasks, return_exceptions=True)

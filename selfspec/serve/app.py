@@ -1,4 +1,4 @@
-"""The routes."""
+"""The routes of the API, and the gate that every request passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from selfspec.serve.errors import ApiError, add_handlers, api_error
 from selfspec.serve.protocol import ChatRequest, CompletionRequest, HeadRequest
 from selfspec.serve.service import Service
 
-# A prompt of a million tokens is a tenth of this.
+# Ten times a prompt of a million tokens.
 MAX_BODY_BYTES = 64 << 20
 REQUEST_ID = "x-request-id"
 
@@ -134,7 +134,7 @@ async def _respond(
     finally:
         events.close()
     if completions is None:
-        # Nobody is there to read it.
+        # Nobody reads this answer: the client has gone.
         return Response(status_code=499)
     return JSONResponse(answer.whole(completions))
 
@@ -169,7 +169,7 @@ def _check_may_change_heads(service: Service) -> None:
 
 
 class Gate:
-    """What every request goes through: a size limit, the API key, and an id that comes back with the answer."""
+    """Checks every request: limits its size, asks for the API key, and returns an id with the answer."""
 
     def __init__(self, app: ASGIApp, api_keys: list[str]) -> None:
         self._app = app
@@ -212,6 +212,6 @@ class Gate:
     def _may_enter(self, authorization: str) -> bool:
         scheme, _, key = authorization.partition(" ")
         given = key.strip().encode()
-        # Every key is compared, and each in constant time: how long it takes tells nothing.
+        # Compare with every key, each in constant time, so the time taken reveals nothing.
         matches = [secrets.compare_digest(given, known) for known in self._keys]
         return not self._keys or (scheme.lower() == "bearer" and any(matches))

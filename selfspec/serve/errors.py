@@ -24,10 +24,10 @@ MAX_BEGINNING, MAX_END = 300, 200
 
 
 class ApiError(Exception):
-    """An answer other than 200.
+    """A request that is refused or has failed.
 
     Args:
-        param: the field of the request that is wrong.
+        param: the wrong field of the request.
         code: a word for programs, such as `model_not_found`.
     """
 
@@ -56,7 +56,7 @@ class ApiError(Exception):
 
 
 def unavailable(message: str, retry_seconds: int = 1) -> ApiError:
-    """503: not now."""
+    """503, with the time after which to try again."""
     return ApiError(503, message, code="unavailable", headers={"Retry-After": str(retry_seconds)})
 
 

@@ -1,7 +1,7 @@
 """Answers in a form: JSON schemas, regular expressions and grammars, by llguidance (https://github.com/guidance-ai/llguidance).
 
-What may come next is a function of the tokens so far, so that the walk through a candidate tree asks for each node's own
-path. A parser is kept at the last path asked for, and goes back and forth from there.
+The tokens so far decide which tokens may follow, so the walk through a candidate tree asks about each node's own path. The
+parser stays at the last path that was asked about, and moves back and forth from there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from selfspec.loop.sampling import Grammar
 from selfspec.model.target import Target
 from selfspec.serve.protocol import ResponseFormat
 
-# Between two parts of a JSON text: enough for any indentation, and an end to it, which a model may not find by itself.
+# White space between two parts of a JSON text: enough for any indentation, but limited, because a model may never stop.
 WHITESPACE = r"[ \t\n]{0,16}"
 
 
@@ -34,7 +34,7 @@ class GrammarCompiler:
         )
 
     def compile(self, wanted: ResponseFormat) -> Callable[[], Grammar] | None:
-        """What begins a grammar for each answer; None where any text will do.
+        """A function that begins a grammar for each answer; None if any text will do.
 
         Raises:
             ValueError: the schema, pattern or grammar is not a valid one.

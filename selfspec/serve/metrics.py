@@ -1,4 +1,4 @@
-"""What Prometheus reads: names and meanings are vLLM's where vLLM has them, under `selfspec:`."""
+"""The metrics for Prometheus, under `selfspec:`. Names and meanings are vLLM's where vLLM has them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 # The time at which a series began is of no use here, and would double the number of series.
 disable_created_metrics()
 
-# Seconds: from a token on a fast GPU to a long answer on a slow CPU.
+# In seconds, from one token on a fast GPU to a long answer on a slow CPU.
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 REQUEST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 WINDOW_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
@@ -69,25 +69,25 @@ class Metrics(Listener):
         )
         self._passes = counter("verify_passes", "target passes", "drafter")
         self._plain_passes = counter("verify_passes_without_drafts", "target passes that verified no draft", "drafter")
-        self._rows = counter("verify_rows", "sequences that took part in target passes, added up", "drafter")
+        self._rows = counter("verify_rows", "sequences of target passes, summed over passes", "drafter")
         self._window = histogram("spec_decode_window", "draft nodes of a pass's tree", WINDOW_BUCKETS)
         self._prompt_tokens = counter("prompt_tokens", "prompt tokens of answered requests").labels(model_name)
-        self._reused_tokens = counter("prefix_cache_hits", "of these, tokens that were in the cache").labels(model_name)
+        self._reused_tokens = counter("prefix_cache_hits", "prompt tokens that were in the cache already").labels(model_name)
         self._tokens = counter("generation_tokens", "emitted tokens").labels(model_name)
-        self._successes = counter("request_success", "answers by what ended them", "finished_reason")
+        self._successes = counter("request_success", "answers, by the reason for which they ended", "finished_reason")
         self._failures = counter("request_failure", "requests that ended without an answer", "reason")
-        self._preemptions = counter("num_preemptions", "requests that gave way when the cache was full").labels(model_name)
-        self._first = histogram("time_to_first_token_seconds", "from a request to its first tokens", REQUEST_BUCKETS)
+        self._preemptions = counter("num_preemptions", "requests preempted because the cache was full").labels(model_name)
+        self._first = histogram("time_to_first_token_seconds", "time from a request to its first tokens", REQUEST_BUCKETS)
         self._between = histogram(
-            "inter_token_latency_seconds", "per token, the time since the tokens before", TOKEN_BUCKETS
+            "inter_token_latency_seconds", "time between tokens, averaged over the tokens of a pass", TOKEN_BUCKETS
         )
-        self._total = histogram("e2e_request_latency_seconds", "from a request to its last token", REQUEST_BUCKETS)
-        self._queue = histogram("request_queue_time_seconds", "from a request to its prefill", REQUEST_BUCKETS)
-        self._prefill = histogram("request_prefill_time_seconds", "prefill of a request", REQUEST_BUCKETS)
-        self._decode = histogram("request_decode_time_seconds", "a request after its prefill", REQUEST_BUCKETS)
+        self._total = histogram("e2e_request_latency_seconds", "time from a request to its last token", REQUEST_BUCKETS)
+        self._queue = histogram("request_queue_time_seconds", "time from a request to its prefill", REQUEST_BUCKETS)
+        self._prefill = histogram("request_prefill_time_seconds", "time of a request's prefill", REQUEST_BUCKETS)
+        self._decode = histogram("request_decode_time_seconds", "time of a request after its prefill", REQUEST_BUCKETS)
 
     def watch(self, name: str, help_text: str, read: Callable[[], float]) -> None:
-        """A gauge that is read when Prometheus asks."""
+        """Add a gauge, which is read when Prometheus asks."""
         gauge = Gauge(f"selfspec:{name}", help_text, ["model_name"], registry=self.registry)
         gauge.labels(self._model_name).set_function(read)
 
@@ -118,7 +118,7 @@ class Metrics(Listener):
         if is_first:
             self._first.observe(seconds)
         else:
-            # Tokens of one pass come together: each is given its share, so that the sum stays the time that passed.
+            # The tokens of one pass come together. Each gets its share, so the sum is the time that passed.
             for _ in range(num_tokens):
                 self._between.observe(seconds / num_tokens)
 

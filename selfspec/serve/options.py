@@ -1,4 +1,4 @@
-"""What a user can set for serving; every field is checked where it is made. Imports nothing heavy."""
+"""The settings of a server, checked when they are made. This file imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ class ServeOptions:
     """How requests are run, and who may send them."""
 
     served_name: str | None = field(
-        default=None, metadata={"help": "the model's name in requests; the last part of the target's by default"}
+        default=None, metadata={"help": "the model's name in requests; by default the last part of the target's name"}
     )
-    max_batch: int = field(default=16, metadata={"help": "answers written at once"})
-    max_waiting: int = field(default=128, metadata={"help": "answers that may wait for that; more are refused (429)"})
-    cache_tokens: int = field(default=32768, metadata={"help": "tokens of all answers together that the KV cache may hold"})
-    prefill_tokens: int = field(default=512, metadata={"help": "prompt tokens read between two steps of the answers"})
+    max_batch: int = field(default=16, metadata={"help": "answers that are decoded at once"})
+    max_waiting: int = field(default=128, metadata={"help": "answers that may wait for their turn; more are refused (429)"})
+    cache_tokens: int = field(default=32768, metadata={"help": "tokens that the KV cache holds for all answers together"})
+    prefill_tokens: int = field(default=512, metadata={"help": "prompt tokens that are read between two decoding steps"})
     api_key: Sequence[str] = field(
-        default=(), metadata={"help": "a key that requests must bring; repeatable; also $SELFSPEC_API_KEY"}
+        default=(), metadata={"help": "a key that requests must bring; repeatable; $SELFSPEC_API_KEY is one too"}
     )
     cors_origin: Sequence[str] = field(
         default=(), metadata={"help": "web origin whose pages may send requests; repeatable; none by default"}
     )
     allow_heads: bool = field(
-        default=False, metadata={"help": "let requests load and unload drafters, from the Hub and this machine's disk"}
+        default=False,
+        metadata={"help": "let requests load drafters, from the Hub and from this machine's disk, and unload them"},
     )
-    drain_seconds: float = field(default=30.0, metadata={"help": "after SIGTERM, the time that running answers are given"})
+    drain_seconds: float = field(default=30.0, metadata={"help": "how long running answers may go on after SIGTERM"})
     capture: Path | None = field(default=None, metadata={"help": "directory to log conversations to, for `selfspec data`"})
-    capture_share: float = field(default=1.0, metadata={"help": "of the conversations, how many to log, up to 1"})
-    capture_megabytes: int = field(default=1024, metadata={"help": "the most that the log may take; the oldest part goes"})
-    capture_redact: bool = field(
-        default=False, metadata={"help": "put placeholders in the place of personal data in the log"}
+    capture_share: float = field(default=1.0, metadata={"help": "share of the conversations to log, from 0 to 1"})
+    capture_megabytes: int = field(
+        default=1024, metadata={"help": "most megabytes that the log may take; the oldest part is deleted"}
     )
+    capture_redact: bool = field(default=False, metadata={"help": "replace personal data in the log by placeholders"})
 
     def __post_init__(self) -> None:
         if self.served_name is not None and not self.served_name.strip():

@@ -1,4 +1,4 @@
-"""The process: a socket that answers from the first moment, a model loaded behind it, and an orderly end."""
+"""The server process: its socket answers at once, the model loads in the background, and the end is orderly."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from selfspec.serve.service import Service
 
 logger = logging.getLogger(__name__)
 
-# After the answers have ended, how long their last bytes may take to a slow reader.
+# How long the last bytes of the answers may take to reach a slow reader.
 FLUSH_SECONDS = 5
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes any that is free.
+    """A listening socket; port 0 takes any free port.
 
     Raises:
-        ValueError: the address is taken, or not this machine's.
+        ValueError: the address is taken, or is not one of this machine's.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        # Python adds the address to the system's words.
+        # Python adds the address to the system's message; it stands in ours already.
         reason = str(error.strerror).partition(" (while ")[0]
         raise ValueError(f"cannot listen on {host}:{port} ({reason}): choose another --host or --port") from error
 
 
 def run(service: Service, listener: socket.socket, load: Callable[[], None]) -> None:
-    """Serve until SIGTERM or SIGINT; a second one does not wait for the answers under way.
+    """Serve until SIGTERM or SIGINT, then let the running answers end; a second signal ends them at once.
 
     Args:
-        load: opens the service; what it raises ends the server and is raised again.
+        load: opens the service. If it raises, the server ends and the error is raised again.
     """
     config = uvicorn.Config(
         create_app(service),
@@ -70,7 +70,7 @@ def run(service: Service, listener: socket.socket, load: Callable[[], None]) -> 
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, but a signal lets the answers under way end before anything is closed."""
+    """uvicorn's server, except that a signal lets running answers end before anything is closed."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -82,8 +82,8 @@ class _Server(uvicorn.Server):
             self.should_exit = self.force_exit = True
             return
         self._is_draining = True
-        logger.info("%s: waiting for the answers under way", signal.Signals(sig).name)
-        # Not here: a signal handler must not block, nor take locks that the code it interrupted may hold.
+        logger.info("%s: waiting for the running answers", signal.Signals(sig).name)
+        # In a thread, because a signal handler must not block or take locks that the interrupted code may hold.
         threading.Thread(target=self._drain, name="selfspec-drain", daemon=True).start()
 
     def _drain(self) -> None:

@@ -1,4 +1,4 @@
-"""What the routes stand on: the engine once it is loaded, and from a client's request to the engine's."""
+"""What the routes use: the engine, once it is loaded, and the way from a client's request to the engine's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from selfspec.traffic.conversations import Conversation
 if TYPE_CHECKING:
     from selfspec.serve.grammar import GrammarCompiler
 
-# OpenAI's, for completions; a chat may go on to the end of the context.
+# OpenAI's default for completions; a chat may go on to the end of the context.
 DEFAULT_MAX_TOKENS = 16
 
 
@@ -40,7 +40,7 @@ class Service:
     """One model being served.
 
     Args:
-        name: the model's, as clients write it.
+        name: path or Hub id of the model; clients write its last part, or the options' `served_name`.
     """
 
     def __init__(self, name: str, options: ServeOptions) -> None:
@@ -55,7 +55,7 @@ class Service:
         self._grammars: GrammarCompiler | None = None
 
     def open(self, target: Target, drafters: list[Drafter], *, use_cost_guard: bool, capture: Capture | None = None) -> None:
-        """Start to serve; until then every request is told to wait."""
+        """Start to serve. Before this, every request is told to wait."""
         options = self.options
         engine = SpecEngine(
             target,
@@ -79,7 +79,7 @@ class Service:
 
     @property
     def engine(self) -> SpecEngine:
-        """The engine, where it takes requests; 503 where it does not."""
+        """The engine, if it takes requests; a 503 if it does not."""
         if self.is_draining:
             raise unavailable("the server is shutting down: try again later, or elsewhere", retry_seconds=10)
         if self._engine is None:
@@ -87,14 +87,14 @@ class Service:
         return self._engine
 
     def drain(self) -> None:
-        """Refuse what comes from now on, and give what runs its time. Blocks."""
+        """Refuse new requests, and give running ones `drain_seconds` to end. Blocks."""
         self.is_draining = True
         if self._engine is not None:
             self._engine.drain(self.options.drain_seconds)
             self._engine.close()
 
     def close(self) -> None:
-        """End what still runs, and write what is to be logged."""
+        """End what still runs, and write the rest of the log."""
         self.is_draining = True
         if self._engine is not None:
             self._engine.close()
@@ -106,11 +106,11 @@ class Service:
             raise ApiError(404, f"model {name!r} is not served here: ask for {self.name!r}", code="model_not_found")
 
     async def chat(self, body: ChatRequest, answer_id: str) -> tuple[Answer, Events, Callable[[Completion], None]]:
-        """Hand a chat request in: its answer's form, its events, and what to do with each completion."""
+        """Submit a chat request. Returns the form of its answer, its events, and a function to call with each completion."""
         target = self._target(body.model)
         sampling = _sampling(body, target, target.context_length, use_logprobs=bool(body.logprobs))
         messages = [message.for_template() for message in body.messages]
-        # Long texts take a while, in which other requests need the loop.
+        # In a thread, because a long text takes a while and other requests need the event loop.
         prompt = await asyncio.to_thread(_encode_chat, target, messages, body.tools)
         begin_grammar = await asyncio.to_thread(self._grammar, body)
         requests = _requests([prompt], sampling, body.top_logprobs or 0, begin_grammar)
@@ -122,7 +122,7 @@ class Service:
         return form, self._submit(requests, body.drafter, prompt_field="messages"), capture
 
     async def complete(self, body: CompletionRequest, answer_id: str) -> tuple[Answer, Events, Callable[[Completion], None]]:
-        """The same for a completion request."""
+        """Submit a completion request; returns the same as `chat`."""
         target = self._target(body.model)
         sampling = _sampling(body, target, DEFAULT_MAX_TOKENS, use_logprobs=body.logprobs is not None)
         prompts = await asyncio.to_thread(_encode_texts, target, body.prompts)
@@ -138,7 +138,11 @@ class Service:
         return form, self._submit(requests, body.drafter, prompt_field="prompt"), capture
 
     def prepare_drafter(self, spec: str) -> Callable[[], Drafter]:
-        """The slow part of loading a drafter, which touches nothing in use; returns the quick part, which does."""
+        """Do the slow part of loading a drafter, which touches nothing in use.
+
+        Returns:
+            The quick part, for the engine's thread.
+        """
         target = self.engine.target
         kind, source = kind_of(spec), spec.partition(":")[2]
         is_model = kind.has_weights and source and not is_head(source)
@@ -191,7 +195,7 @@ class Service:
         completion: Completion,
         body: ChatRequest | CompletionRequest,
     ) -> None:
-        # Several samples of one prompt are one conversation.
+        # The samples of one prompt count as one conversation.
         if self.capture is None or completion.sample_index > 0:
             return
         settings = body.model_dump(exclude={"messages", "prompt", "model", "user", "metadata"}, exclude_unset=True)

@@ -62,7 +62,7 @@ def test_a_server_takes_the_place_of_a_target(cli, served):
 
 @pytest.mark.parametrize(
     ("args", "problem"),
-    [(["--server", "elsewhere"], "is no address"), (["--server", "http://a", "--target", "b"], "exclude each other")],
+    [(["--server", "elsewhere"], "is not an address"), (["--server", "http://a", "--target", "b"], "exclude each other")],
 )
 def test_a_wrong_server_is_one_line(cli, served, args, problem):
     result = CliRunner().invoke(cli, ["app", *args])

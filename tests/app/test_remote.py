@@ -244,7 +244,7 @@ def test_another_kind_of_server_is_one_sentence(stranger):
 
 
 def test_what_is_no_address_is_one_sentence():
-    with pytest.raises(ValueError, match="server 'localhost:8000' is no address"):
+    with pytest.raises(ValueError, match="server 'localhost:8000' is not an address"):
         Server("localhost:8000")
 
 

@@ -1,4 +1,4 @@
-"""The tiny target, loaded once; engines and servers that end with their tests, and must have freed all they held."""
+"""The tiny target, loaded once; engines and servers that end with their tests, and must have freed everything."""
 
 # ruff: noqa: E402
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ def target(tiny_target_dir: Path) -> Target:
 
 @pytest.fixture
 def make_engine(target: Target) -> Iterator[Callable[..., SpecEngine]]:
-    """Builds an engine that always drafts; nothing of it may be left in the cache when the test is over."""
+    """Builds engines that always draft. When the test is over, their caches must be empty."""
     engines: list[SpecEngine] = []
 
     def make(*drafters: Drafter, **settings: object) -> SpecEngine:
@@ -66,7 +66,7 @@ module_start = pytest.fixture(_starting, scope="module", name="module_start")
 
 @pytest.fixture(scope="module")
 def server(target: Target) -> Iterator[LiveServer]:
-    """One for a module's tests, with two drafters; nothing may be left in its cache."""
+    """A server with two drafters for a module's tests. At the end its cache must be empty."""
     draft_model = DraftModelDrafter(target.truncated(1), target.vocab_size, num_draft_tokens=3, name="draft")
     service = Service("models/tiny", ServeOptions(max_batch=8))
     service.open(target, [NgramDrafter(4), draft_model], use_cost_guard=False)

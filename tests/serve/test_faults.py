@@ -53,7 +53,7 @@ def test_a_full_disk_costs_no_answer(start: Start, tmp_path: Path, monkeypatch: 
     def write(file: int, line: bytes) -> int:
         raise OSError(28, "No space left on device")
 
-    # A conversation is written behind its answer.
+    # A conversation is written after its answer was sent.
     deadline = time.monotonic() + 30
     while not server.metrics()["selfspec:captured_conversations"]:
         assert time.monotonic() < deadline
