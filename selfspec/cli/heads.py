@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.cli.options import TargetOptions, command, quiet_libraries
+from selfspec.cli.options import command, quiet_libraries
+from selfspec.config import TargetOptions
 from selfspec.traffic.prompt_files import PromptRow, read_prompts
 
 if TYPE_CHECKING:
@@ -144,5 +145,7 @@ def _prompt(row: PromptRow, target: "Target") -> "Prompt":
 
 def _load(options: TargetOptions, *, use_packing: bool = False) -> "Target":
     """The target; what is exported of it are its plain weights, not those laid out for decoding."""
+    from selfspec.drafters.options import load_target
+
     quiet_libraries()
-    return options.load(use_packing=use_packing)
+    return load_target(options, use_packing=use_packing)

@@ -80,7 +80,17 @@ def clean(
     redact: Callable[[Conversation], Conversation] | None = None,
 ) -> Iterator[Conversation]:
     """The conversations that are neither excluded nor nearly the same as an earlier one, redacted if that is asked for."""
-    exclusion, duplicates = Exclusion(excluded), NearDuplicates(similarity)
+    # At once, not when the first conversation is asked for: what is missing shows before a target is loaded.
+    return _clean(conversations, report, Exclusion(excluded), NearDuplicates(similarity), redact)
+
+
+def _clean(
+    conversations: Iterable[Conversation],
+    report: Report,
+    exclusion: Exclusion,
+    duplicates: NearDuplicates,
+    redact: Callable[[Conversation], Conversation] | None,
+) -> Iterator[Conversation]:
     for conversation in conversations:
         if conversation in exclusion:
             report.skip("excluded", f"{conversation.id}: {conversation.user_turns[0][:80]}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from selfspec.traffic.conversations import BadRow, Conversation, Message, Report
 
@@ -120,14 +120,42 @@ def first_added_token(tokenizer: Any, text: str) -> str | None:
     return min(tokens, key=lambda token: (text.index(token), -len(token)), default=None)
 
 
-def use_chat_template(tokenizer: Any, file: Path | None) -> None:
-    """Give a tokenizer the template in a file; None leaves it its own, which must be there."""
-    if file is not None:
-        tokenizer.chat_template = file.read_text(encoding="utf-8")
+def read_template(file: Path | None) -> str | None:
+    """The chat template in a file; None where none is named.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    try:
+        return None if file is None else file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the chat template {file} cannot be read ({error}): check the path") from error
+
+
+def use_chat_template(tokenizer: Any, template: str | None) -> None:
+    """Give a tokenizer a chat template; None leaves it its own.
+
+    Raises:
+        ValueError: there is no tokenizer or no template, or the template cannot be parsed.
+    """
+    if template is not None and tokenizer is not None:
+        tokenizer.chat_template = template
     _check_chat_template(tokenizer)
+    try:
+        render(tokenizer, [{"role": "user", "content": PROBE}])
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"the chat template cannot be parsed (line {error.lineno}: {error.message}): mend it, or give another with "
+            "--chat-template FILE"
+        ) from error
+    except (TemplateError, TypeError):
+        # It may refuse a conversation like this one, and take others.
+        pass
 
 
 def _check_chat_template(tokenizer: Any) -> None:
+    if tokenizer is None:
+        raise ValueError("the target has no tokenizer: save the model's tokenizer into its folder")
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: give it one with --chat-template FILE")
 

@@ -21,6 +21,16 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", *TABLES)
 Row = tuple[str, Callable[[Any], object], Any]
 
 
+def check_sources(sources: Iterable[str | Path]) -> None:
+    """Raise a ValueError for a source that is neither a file to read, nor a directory, nor the id of a dataset."""
+    for source in sources:
+        path = Path(source)
+        if not path.exists():
+            _hub_dataset(str(source))
+        elif path.is_file() and path.suffix not in SUFFIXES:
+            raise _unknown_format(path)
+
+
 def read_conversations(sources: Iterable[str | Path], report: Report) -> Iterator[Conversation]:
     """The conversations of files, of all files in a directory, and of datasets of the Hub (`ID[:CONFIG][:SPLIT]`).
 
@@ -81,7 +91,11 @@ def _open(source: str | Path, report: Report) -> Iterator[Row]:
                 if line := line.removeprefix(b"\xef\xbb\xbf").strip():
                     yield f"{path.name}:{number}", decode, line
     else:
-        raise ValueError(f"{path} has a name of no known format: call it {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+        raise _unknown_format(path)
+
+
+def _unknown_format(path: Path) -> ValueError:
+    return ValueError(f"{path} has a name of no known format: call it {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
 
 
 def _whole_json(path: Path) -> list[object] | None:

@@ -27,7 +27,7 @@ from selfspec.drafters.shipped import drafter_for
 from selfspec.heads.base import DraftHead
 from selfspec.model.target import Target
 from selfspec.traffic.conversations import Report
-from selfspec.traffic.masking import tokenize_all, use_chat_template
+from selfspec.traffic.masking import read_template, tokenize_all, use_chat_template
 from selfspec.traffic.prompt_files import read_prompts
 from selfspec.traffic.sources import SUFFIXES, read_conversations
 from selfspec.train.card import CardFacts, public_command, without_token, write_card
@@ -110,13 +110,13 @@ def parse(parser: HfArgumentParser, arguments: Sequence[str]) -> tuple[Any, ...]
 
 def load_target(data: DataArgs, args: TrainingArguments) -> Target:
     """The frozen target on this process's device, its linear layers unpacked: losses differentiate through the LM head."""
-    template = None if data.chat_template is None else Path(data.chat_template)
     for name in ("train_file", "held_out_file", "final_eval_file", "chat_template"):
         file = getattr(data, name)
         # Conversations may come from the Hub, too; its names do not look like files.
         may_be_id = name in ("train_file", "held_out_file") and Path(file or "").suffix not in SUFFIXES
         if file is not None and not may_be_id and not Path(file).exists():
             raise ValueError(f"{name}={file} does not exist: check the spelling")
+    template = read_template(None if data.chat_template is None else Path(data.chat_template))
     if args.n_gpu > 1:
         raise ValueError(
             f"{args.n_gpu} GPUs are visible to one process: start the recipe with accelerate launch, which gives each its "

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import processors
 
 from selfspec.traffic.conversations import BadRow, Conversation, Report
-from selfspec.traffic.masking import tokenize, tokenize_all, use_chat_template
+from selfspec.traffic.masking import read_template, tokenize, tokenize_all, use_chat_template
 
 QWEN = (
     "{%- if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif -%}"
@@ -249,5 +249,5 @@ def test_a_template_can_come_from_a_file(tokenizer, tmp_path):
         use_chat_template(bare, None)
     file = tmp_path / "template.jinja"
     file.write_text(GEMMA)
-    use_chat_template(bare, file)
+    use_chat_template(bare, read_template(file))
     assert bare.chat_template == GEMMA

@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from selfspec import SamplingParams, Target, generate
-from selfspec.cli.data import CleanOptions
 from selfspec.cli.main import app
 from selfspec.traffic.clean import clean
 from selfspec.traffic.conversations import Conversation, Report
+from selfspec.traffic.prepare import CleanOptions
 
 pytest.importorskip("presidio_analyzer", reason="redacting needs Presidio: pip install 'selfspec[redact]'")
 from selfspec.traffic.redact import Redactor
@@ -29,6 +29,8 @@ def module_at(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up there.
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -217,8 +219,7 @@ def test_the_target_answers_what_is_left(source: Path, tmp_path: Path, tiny_targ
     recipe = module_at(ROOT / "recipes" / "prepare_data.py")
     output_dir = tmp_path / "data"
     command = [str(source), "--output-dir", str(output_dir), "--target", str(tiny_target_dir), "--max-new-tokens", "8"]
-    result = CliRunner().invoke(recipe.app, [*command, "--held-out", "0.3", "--redact"])
-    assert result.exit_code == 0, result.output
+    recipe.main([*command, "--held-out", "0.3", "--redact"])
     target = Target.from_pretrained(tiny_target_dir)
     rows = lines(output_dir / "train.jsonl") + lines(output_dir / "heldout.jsonl")
     assert len(rows) == 5
@@ -228,8 +229,8 @@ def test_the_target_answers_what_is_left(source: Path, tmp_path: Path, tiny_targ
         [expected] = generate(target, [[question]], sampling=SamplingParams(max_new_tokens=8))
         assert answer["content"] == expected.text
     assert json.loads((output_dir / "report.json").read_text())["redacted"] == {"EMAIL_ADDRESS": 5}
-    result = CliRunner().invoke(recipe.app, [*command, "--held-out", "0.3"])
-    assert "was begun with another redact: choose another --output-dir" in result.stderr
+    with pytest.raises(ValueError, match="was begun with another redact: choose another --output-dir"):
+        recipe.main([*command, "--held-out", "0.3"])
 
 
 def test_options(monkeypatch, tmp_path: Path) -> None:
