@@ -15,6 +15,7 @@ from selfspec.drafters import EagleDrafter
 from selfspec.drafters.shipped import identity
 from selfspec.failures import reported_failures
 from selfspec.heads.eagle import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
+from selfspec.train.losses import LossSettings
 from selfspec.train.trainer import frequent_tokens, run, set_up
 
 
@@ -30,11 +31,14 @@ class EagleArgs:
     train_lm_head: bool = field(default=False, metadata={"help": "an LM head of its own; by default the target's serves"})
     num_steps: int = field(default=6, metadata={"help": "unrolled steps, the depth it learns to draft"})
     decay: float = field(default=0.9, metadata={"help": "weight of each step relative to the one before"})
+    noise: float = field(default=0.1, metadata={"help": "version 1: features are disturbed by up to this much"})
+    token_weight: float = field(default=0.1, metadata={"help": "version 1: weight of the cross entropy"})
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     setup = set_up(EagleArgs, arguments)
     target, shape = setup.target, setup.shape
+    settings = LossSettings(shape.num_steps, shape.decay, shape.noise, shape.token_weight)
     layer = Eagle1Config.layer_shape(target.config)
     head: EagleHead | Eagle1Head
     if shape.version == 1:
@@ -58,8 +62,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         head,
         setup,
         make_drafter=lambda twin: EagleDrafter(target, twin, num_draft_tokens=shape.num_steps, num_nodes=24, width=6),
-        num_steps=shape.num_steps,
-        decay=shape.decay,
+        settings=settings,
     )
 
 

@@ -15,6 +15,7 @@ from selfspec.drafters import MedusaDrafter
 from selfspec.drafters.shipped import identity
 from selfspec.failures import reported_failures
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
+from selfspec.train.losses import LossSettings
 from selfspec.train.trainer import run, set_up
 
 
@@ -48,8 +49,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         head,
         setup,
         make_drafter=lambda twin: MedusaDrafter(target, twin, num_nodes=24),
-        num_steps=shape.num_heads,
-        decay=shape.decay,
+        settings=LossSettings(decay=shape.decay),
     )
 
 

@@ -35,6 +35,7 @@ from selfspec.train.checkpoints import PARTIAL, check_identity, last_checkpoint
 from selfspec.train.evaluation import AcceptanceReport, EvalPrompt, EvalPrompts, Evaluator, snapshot
 from selfspec.train.features import FeatureRows, dump_features
 from selfspec.train.loop import EVAL_PREFIX, EvaluationCallback, HeadTrainer
+from selfspec.train.losses import LossSettings
 from selfspec.train.module import HeadTraining
 from selfspec.train.rows import PackedRows, pack
 from selfspec.train.sharding import load_sharded
@@ -173,86 +174,126 @@ def run(
     setup: Setup,
     *,
     make_drafter: Callable[[DraftHead], Drafter],
-    num_steps: int = 1,
-    decay: float = 1.0,
+    settings: LossSettings | None = None,
 ) -> dict[str, float]:
     """Train, evaluate, save, and push if asked to; returns the last evaluation.
 
     Args:
         make_drafter: what serves a copy of the head at evaluations.
-        num_steps, decay: see `HeadTraining`.
 
     Raises:
-        ValueError: fewer rows than one batch, an output folder that another head or target began, or a Hub that does not
-            take the head (which is then in the output folder).
+        ValueError: the target or the data cannot be trained on, the output folder belongs to another head or target, or the
+            Hub does not take the head (which is then in the output folder).
+        FloatingPointError: a loss is not finite.
     """
-    data, args, target, rows, eval_prompts = setup.data, setup.args, setup.target, setup.rows, setup.eval_prompts
+    data, target = setup.data, setup.target
     head.to(target.device)
-    output_dir = Path(args.output_dir)
+    training = HeadTraining(head, target, settings, is_compiled=data.compile_head)
+    evaluator = Evaluator(head, target, make_drafter, data.num_eval_tokens)
+    wants_push = setup.args.push_to_hub
+    _check_rows(setup)
+    _open_output(setup, head)
+    _prepare_arguments(setup.args)
+    trainer = _make_trainer(setup, training, evaluator)
+    last = last_checkpoint(Path(setup.args.output_dir))
+    result = trainer.train(resume_from_checkpoint=None if last is None else str(last))
+
+    is_main = trainer.is_world_process_zero()
+    prompts = setup.eval_prompts.final
+    final = evaluator(prompts, is_decoding=data.shard_target or is_main) if prompts else None
+    # Where the head is sharded, every process takes part in the copy.
+    trained = snapshot(head)
+    if not is_main:
+        return {}
+    _save(trained, setup, trainer, result.metrics, final)
+    if wants_push:
+        _push(trained, setup.args)
+    return {} if final is None else final.record()
+
+
+def _check_rows(setup: Setup) -> None:
+    args, num_rows = setup.args, len(setup.rows)
     per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    if len(rows) < per_step:
+    if num_rows < per_step:
         raise ValueError(
-            f"{len(rows)} packed rows are fewer than the {per_step} of one step: use smaller batches or more data"
+            f"{num_rows} packed rows are fewer than the {per_step} of one step: use smaller batches or more data"
         )
-    check_identity(output_dir, head.config, is_writer=args.should_save)
-    if args.should_save:
+
+
+def _open_output(setup: Setup, head: DraftHead) -> None:
+    """Make the output folder this head's, and clear what an interrupted checkpoint left there."""
+    output_dir = Path(setup.args.output_dir)
+    check_identity(output_dir, head.config, is_writer=setup.args.should_save)
+    if setup.args.should_save:
         shutil.rmtree(output_dir / PARTIAL, ignore_errors=True)
+
+
+def _prepare_arguments(args: TrainingArguments) -> None:
+    """Set what the training of heads needs, whatever the user chose."""
     set_seed(args.seed)
     # Rows are mappings of tensors already, and none of their columns may be dropped.
     args.remove_unused_columns = False
     args.label_names = []
-    # Steps of one size, so that an epoch has as many of them on any number of processes.
+    # Steps of one size, because an epoch must have as many of them on any number of processes.
     args.dataloader_drop_last = True
     # The loop's own check of losses does not wait for the device.
     args.logging_nan_inf_filter = False
     # All weights of a head take part in every loss.
     args.ddp_find_unused_parameters = False
     # The head's folder goes to the Hub, not the Trainer's checkpoints.
-    wants_push, args.push_to_hub = args.push_to_hub, False
+    args.push_to_hub = False
 
-    evaluator = Evaluator(head, target, make_drafter, data.num_eval_tokens)
-    training = HeadTraining(head, target, num_steps=num_steps, decay=decay, is_compiled=data.compile_head)
+
+def _make_trainer(setup: Setup, training: HeadTraining, evaluator: Evaluator) -> HeadTrainer:
+    """The trainer over the rows, with their features from disk where a folder is named."""
+    data, rows = setup.data, setup.rows
     dataset: PackedRows | FeatureRows = rows
     if data.features_dir is not None:
-        with args.main_process_first(local=False, desc="features"):
-            dataset = dump_features(rows, target, training.feature_names, data.features_dir)
-    trainer = HeadTrainer(model=training, args=args, train_dataset=dataset, row_length=rows.input_ids.shape[1])
-    if eval_prompts.held_out:
-        trainer.add_callback(EvaluationCallback(trainer, evaluator, eval_prompts.held_out, on_all=data.shard_target))
-    last = last_checkpoint(output_dir)
-    result = trainer.train(resume_from_checkpoint=None if last is None else str(last))
+        with setup.args.main_process_first(local=False, desc="features"):
+            dataset = dump_features(rows, setup.target, training.feature_names, data.features_dir)
+    trainer = HeadTrainer(model=training, args=setup.args, train_dataset=dataset, row_length=rows.input_ids.shape[1])
+    if prompts := setup.eval_prompts.held_out:
+        trainer.add_callback(EvaluationCallback(trainer, evaluator, prompts, on_all=data.shard_target))
+    return trainer
 
-    is_main = trainer.is_world_process_zero()
-    final = evaluator(eval_prompts.final, is_decoding=data.shard_target or is_main) if eval_prompts.final else None
-    trained = snapshot(head)
-    if not is_main:
-        return {}
+
+def _save(
+    head: DraftHead, setup: Setup, trainer: HeadTrainer, metrics: dict[str, float], final: AcceptanceReport | None
+) -> None:
+    """Write the head, its card, and a record of the run."""
+    output_dir = Path(setup.args.output_dir)
     directory = output_dir / HEAD_FOLDER
-    trained.save_pretrained(directory, dtype=torch.bfloat16)
+    head.save_pretrained(directory, dtype=torch.bfloat16)
     record = {
         "command": " ".join(without_token(sys.argv)),
         "versions": _versions(),
-        "settings": {"data": asdict(data), "head": asdict(setup.shape)},
-        "training": args.to_dict(),
-        "num_rows": len(rows),
-        "num_tokens": rows.num_tokens,
-        "metrics": result.metrics,
+        "settings": {"data": asdict(setup.data), "head": asdict(setup.shape)},
+        "training": setup.args.to_dict(),
+        "num_rows": len(setup.rows),
+        "num_tokens": setup.rows.num_tokens,
+        "metrics": metrics,
         "history": _history(trainer.state.log_history),
         "final": {} if final is None else final.record(),
     }
     (output_dir / "run.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
-    write_card(directory, _card_facts(trained, setup, trainer, final))
+    write_card(directory, _card_facts(head, setup, trainer, final))
     logger.info(
         "serve it: selfspec generate --target %s --drafter %s:%s …",
-        target.name,
+        setup.target.name,
         drafter_for(head.config.head_type),
         directory,
     )
-    if wants_push:
-        repo_id = args.hub_model_id or output_dir.resolve().name
-        url = trained.push_to_hub(repo_id, directory=directory, token=args.hub_token, private=bool(args.hub_private_repo))
-        logger.info("the head is at %s", url)
-    return {} if final is None else final.record()
+
+
+def _push(head: DraftHead, args: TrainingArguments) -> None:
+    output_dir = Path(args.output_dir)
+    url = head.push_to_hub(
+        args.hub_model_id or output_dir.resolve().name,
+        directory=output_dir / HEAD_FOLDER,
+        token=args.hub_token,
+        private=bool(args.hub_private_repo),
+    )
+    logger.info("the head is at %s", url)
 
 
 def _versions() -> dict[str, str]:
