@@ -38,6 +38,7 @@ from selfspec.traffic.prepare import (
 from selfspec.traffic.prompt_files import OutputWriter
 from selfspec.traffic.regenerate import check_sampling, regenerate
 from selfspec.traffic.sources import check_sources, read_conversations
+from selfspec.train.settings import parse
 
 logger = logging.getLogger("selfspec.recipes")
 
@@ -68,11 +69,7 @@ class CleanArgs(CleanOptions):
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = HfArgumentParser((PrepareArgs, TargetOptions, WritingOptions, DraftOptions, SamplingParams, CleanArgs))
     parser.add_argument("sources", nargs="+", help="data files, directories of them, Hub dataset ids")
-    args, target, writing, draft, sampling, cleaning, given = parser.parse_args_into_dataclasses(
-        arguments, look_for_args_file=False
-    )
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("selfspec").setLevel(logging.INFO)
+    args, target, writing, draft, sampling, cleaning, given = parse(parser, arguments)
 
     # Whatever can be refused is refused before the target is loaded and before anything is written.
     check_sampling(sampling)

@@ -158,7 +158,9 @@ def prompts(
 ) -> None:
     """Have the target itself write prompts, for more data than there are logs; needs a --temperature above 0."""
     from selfspec.cli import display
+    from selfspec.traffic.self_prompts import check_drawing
 
+    check_drawing(sampling)
     writer, report = prompt_writer(output, number, overwrite=overwrite, resume=resume), Report()
     model, drafter = load(writing, target, draft)
     drawn = draw_prompts(model, drafter, writer, number, report, sampling=sampling, batch_size=writing.batch_size)

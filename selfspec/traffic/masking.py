@@ -128,8 +128,28 @@ def read_template(file: Path | None) -> str | None:
     """
     try:
         return None if file is None else file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the chat template {file} cannot be read ({error}): check the path") from error
+    except OSError as error:
+        raise ValueError(f"the chat template {file} cannot be read ({error.strerror}): check the path") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the chat template {file} is not UTF-8 text: save it as UTF-8") from error
+
+
+def check_chat_target(source: str, template: str | None) -> None:
+    """Raise a ValueError if a target in a local folder cannot be talked to; its weights are not read.
+
+    Args:
+        source: folder or Hub id of the target.
+        template: chat template to use instead of the target's own.
+    """
+    if not (Path(source) / "config.json").is_file():
+        return
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{source} has no tokenizer that can be read: save the target's tokenizer there") from error
+    use_chat_template(tokenizer, template)
 
 
 def use_chat_template(tokenizer: Any, template: str | None) -> None:

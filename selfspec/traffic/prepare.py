@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selfspec.config import DraftOptions, SamplingParams, TargetOptions
+from selfspec.model.default_target import source_of
 from selfspec.traffic.conversations import Conversation, Report
 from selfspec.traffic.prompt_files import OutputWriter
 from selfspec.traffic.sources import read_conversations
@@ -87,10 +88,11 @@ class WritingOptions:
     def load(self, target: TargetOptions, draft: DraftOptions) -> tuple[Target, Drafter | None]:
         """The target, with the chat template asked for, and the drafter."""
         from selfspec.drafters.options import load_drafter_of, load_target
-        from selfspec.traffic.masking import read_template, use_chat_template
+        from selfspec.traffic.masking import check_chat_target, read_template, use_chat_template
 
-        # Read first, because loading the weights may take minutes.
         template = read_template(self.chat_template)
+        # Reading the weights may take minutes.
+        check_chat_target(source_of(target), template)
         model = load_target(target)
         use_chat_template(model.tokenizer, template)
         return model, load_drafter_of(draft, self.drafter, model)

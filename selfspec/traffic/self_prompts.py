@@ -5,9 +5,9 @@ As in Magpie, https://arxiv.org/abs/2406.08464. It writes what it was trained on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
-from selfspec.api import generate_iter
+from selfspec.api import Completion, generate_iter
 from selfspec.config import SamplingParams
 from selfspec.loop.drafter import Drafter
 from selfspec.model.target import Target
@@ -32,14 +32,14 @@ def self_prompts(
     """Conversations of one user turn, with ids `self-NUMBER`; empty, short, cut and repeated ones are only in the report.
 
     Args:
-        numbers: which prompts to draw; the seed of each comes from its number.
+        numbers: which prompts to draw; each number decides its prompt's seed.
         known: prompts not to repeat.
+
+    Raises:
+        ValueError: sampling settings that cannot be used, or a chat template that does not lead the target to a user turn.
     """
-    check_sampling(sampling)
-    if sampling.is_greedy:
-        raise ValueError("greedy decoding would write the same prompt every time: pass a --temperature above 0")
+    check_drawing(sampling)
     header, ending = _header(target), _ending(target, sampling)
-    seen = {words(prompt) for prompt in known}
     completions = generate_iter(
         target,
         [header] * len(numbers),
@@ -47,7 +47,20 @@ def self_prompts(
         sampling=[ending.with_(seed=seed_for(sampling.seed, f"self-{number}")) for number in numbers],
         batch_size=batch_size,
     )
-    for number, completion in zip(numbers, completions, strict=True):
+    return _usable(zip(numbers, completions, strict=True), report, {words(prompt) for prompt in known})
+
+
+def check_drawing(sampling: SamplingParams) -> None:
+    """Refuse settings that would not draw different, whole prompts."""
+    check_sampling(sampling)
+    if sampling.is_greedy:
+        raise ValueError("greedy decoding would write the same prompt every time: pass a --temperature above 0")
+
+
+def _usable(
+    completions: Iterable[tuple[int, Completion]], report: Report, seen: set[tuple[str, ...]]
+) -> Iterator[Conversation]:
+    for number, completion in completions:
         name, text = f"self-{number}", completion.text.strip()
         spoken = words(text)
         if completion.finish_reason == "length":

@@ -10,16 +10,16 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import transformers
-import yaml
-from transformers import AutoTokenizer, HfArgumentParser, TrainingArguments, set_seed
+from jinja2 import TemplateError
+from transformers import HfArgumentParser, TrainingArguments, set_seed
 
 from selfspec import __version__
 from selfspec.drafters import Drafter
@@ -27,9 +27,10 @@ from selfspec.drafters.shipped import drafter_for
 from selfspec.heads.base import DraftHead
 from selfspec.model.target import Target
 from selfspec.traffic.conversations import Report
-from selfspec.traffic.masking import read_template, tokenize_all, use_chat_template
+from selfspec.traffic.masking import check_chat_target, read_template, tokenize_all, use_chat_template
+from selfspec.traffic.prepare import check_some_left
 from selfspec.traffic.prompt_files import read_prompts
-from selfspec.traffic.sources import SUFFIXES, read_conversations
+from selfspec.traffic.sources import read_conversations
 from selfspec.train.card import CardFacts, public_command, without_token, write_card
 from selfspec.train.checkpoints import PARTIAL, check_identity, last_checkpoint
 from selfspec.train.evaluation import AcceptanceReport, EvalPrompt, EvalPrompts, Evaluator, snapshot
@@ -38,32 +39,12 @@ from selfspec.train.loop import EVAL_PREFIX, EvaluationCallback, HeadTrainer
 from selfspec.train.losses import LossSettings
 from selfspec.train.module import HeadTraining
 from selfspec.train.rows import PackedRows, pack
+from selfspec.train.settings import DataArgs, check_files, check_training, parse
 from selfspec.train.sharding import load_sharded
 
 logger = logging.getLogger(__name__)
 
 HEAD_FOLDER = "head"
-
-
-@dataclass
-class DataArgs:
-    """Where the target and its answers are."""
-
-    target: str = field(metadata={"help": "folder or Hub id of the frozen target"})
-    train_file: str = field(metadata={"help": "conversations with the target's own answers, JSON lines"})
-    held_out_file: str | None = field(default=None, metadata={"help": "conversations for evaluation"})
-    final_eval_file: str | None = field(default=None, metadata={"help": "prompt file for the last evaluation, for the card"})
-    row_length: int = field(default=1024, metadata={"help": "tokens of a packed row"})
-    target_dtype: str = field(default="auto", metadata={"help": "dtype of the frozen target"})
-    features_dir: str | None = field(
-        default=None, metadata={"help": "folder for the target's hidden states, computed once and not in every epoch"}
-    )
-    shard_target: bool = field(default=False, metadata={"help": "spread the target's layers over the processes"})
-    chat_template: str | None = field(default=None, metadata={"help": "Jinja file, for a target without a template"})
-    init_seed: int = field(default=0, metadata={"help": "seed of the head's weights (seed: of the data's order)"})
-    compile_head: bool = field(default=False, metadata={"help": "compile an EAGLE-3 head: faster steps after a slow start"})
-    num_eval_prompts: int = field(default=32, metadata={"help": "held-out prompts decoded at every evaluation"})
-    num_eval_tokens: int = field(default=64, metadata={"help": "tokens decoded for each of them"})
 
 
 @dataclass(frozen=True)
@@ -83,49 +64,26 @@ class Setup:
 
 
 def set_up(shape_class: type, arguments: Sequence[str] | None = None) -> Setup:
-    """Read the settings, from the command line by default, load the frozen target and the data, and seed the head."""
-    parser = HfArgumentParser((DataArgs, shape_class, TrainingArguments))
-    data, shape, args = parse(parser, sys.argv[1:] if arguments is None else arguments)
+    """Read the settings, from the command line by default, load the frozen target and the data, and seed the head.
+
+    Raises:
+        ValueError: a setting, the target or the data cannot be used; nothing has been written by then.
+    """
+    data, shape, args = parse(HfArgumentParser((DataArgs, shape_class, TrainingArguments)), arguments)
+    check_files(data)
+    check_training(args)
     target = load_target(data, args)
-    rows, eval_prompts = load_rows(data, target)
+    rows = load_rows(data, target)
+    eval_prompts = load_eval_prompts(data, target)
     torch.manual_seed(data.init_seed)
     return Setup(data, shape, args, target, rows, eval_prompts)
 
 
-def parse(parser: HfArgumentParser, arguments: Sequence[str]) -> tuple[Any, ...]:
-    """Settings from flags, or from one YAML file and flags that override it."""
-    if arguments and arguments[0].endswith((".yaml", ".yml")):
-        settings = yaml.safe_load(Path(arguments[0]).read_text())
-        flags = [f"--{key}={value}" for key, value in settings.items() if not isinstance(value, list)]
-        for key, value in settings.items():
-            if isinstance(value, list):
-                flags += [f"--{key}", *map(str, value)]
-        arguments = [*flags, *arguments[1:]]
-    parsed = parser.parse_args_into_dataclasses(list(arguments))
-    # A recipe is a program: what the library has to say is for its user, once.
-    is_main = all(part.process_index == 0 for part in parsed if isinstance(part, TrainingArguments))
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("selfspec").setLevel(logging.INFO if is_main else logging.ERROR)
-    return parsed
-
-
 def load_target(data: DataArgs, args: TrainingArguments) -> Target:
     """The frozen target on this process's device, its linear layers unpacked: losses differentiate through the LM head."""
-    for name in ("train_file", "held_out_file", "final_eval_file", "chat_template"):
-        file = getattr(data, name)
-        # Conversations may come from the Hub, too; its names do not look like files.
-        may_be_id = name in ("train_file", "held_out_file") and Path(file or "").suffix not in SUFFIXES
-        if file is not None and not may_be_id and not Path(file).exists():
-            raise ValueError(f"{name}={file} does not exist: check the spelling")
     template = read_template(None if data.chat_template is None else Path(data.chat_template))
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"{args.n_gpu} GPUs are visible to one process: start the recipe with accelerate launch, which gives each its "
-            "own, or choose one with CUDA_VISIBLE_DEVICES"
-        )
-    if Path(data.target).is_dir():
-        # Before its weights are read: they may take minutes. (What else may be wrong with it is `load_model`'s to say.)
-        use_chat_template(AutoTokenizer.from_pretrained(data.target), template)
+    # Reading the weights may take minutes.
+    check_chat_target(data.target, template)
     if data.shard_target:
         num_processes = args.world_size
         target = load_sharded(data.target, dtype=data.target_dtype, device=args.device, num_processes=num_processes)
@@ -135,29 +93,76 @@ def load_target(data: DataArgs, args: TrainingArguments) -> Target:
     return target
 
 
-def load_rows(data: DataArgs, target: Target) -> tuple[PackedRows, EvalPrompts]:
-    """Packed training rows, and the prompts to decode at evaluations."""
-    report = Report()
-    samples = tokenize_all(read_conversations([data.train_file], report), target.tokenizer, report)
+def load_rows(data: DataArgs, target: Target) -> PackedRows:
+    """The packed training rows.
+
+    Raises:
+        ValueError: there is nothing to train on, or a conversation is longer than the target's context.
+    """
+    reading, masking = Report(), Report()
+    conversations = list(read_conversations([data.train_file], reading))
+    check_some_left(conversations, reading)
+    samples = tokenize_all(conversations, target.tokenizer, masking)
     rows = pack(samples, data.row_length)
-    logger.info("%d rows of %d tokens, %.1f %% full", len(rows), data.row_length, 100 * rows.fill_rate)
+    for reason, count in (reading.skipped + masking.skipped).most_common():
+        logger.warning("%s: %d conversations are left out: %s", data.train_file, count, reason)
+    if not len(rows):
+        raise ValueError(f"no answer begins within row_length={data.row_length} tokens: use longer rows")
+    longest = int(rows.position_ids.max()) + 1
+    if longest > target.context_length:
+        raise ValueError(
+            f"{data.train_file} has a conversation of {longest} tokens, longer than the target's context of "
+            f"{target.context_length} tokens: use row_length={target.context_length}, which cuts it"
+        )
+    logger.info(
+        "%d rows of %d tokens, %.1f %% full; %d tokens did not fit into a row",
+        *(len(rows), data.row_length, 100 * rows.fill_rate, rows.num_lost_tokens),
+    )
+    return rows
+
+
+def load_eval_prompts(data: DataArgs, target: Target) -> EvalPrompts:
+    """The prompts to decode at evaluations.
+
+    Raises:
+        ValueError: a file is named and no prompt in it can be decoded.
+    """
     held_out: list[EvalPrompt] = []
     if data.held_out_file is not None:
-        for conversation in read_conversations([data.held_out_file], Report()):
-            first = [m for m in conversation.messages[:2] if m["role"] in ("system", "user")]
-            held_out.append(EvalPrompt(target.encode(first), conversation.category))
-    held_out = _fitting(held_out, data, target)
+        conversations = read_conversations([data.held_out_file], Report())
+        firsts = (([m for m in c.messages[:2] if m["role"] in ("system", "user")], c.category) for c in conversations)
+        held_out = _eval_prompts(data.held_out_file, firsts, data, target)
     step = max(1, len(held_out) // max(1, data.num_eval_prompts))
     held_out = held_out[::step][: data.num_eval_prompts]
     final = held_out
     if data.final_eval_file is not None:
-        prompts = read_prompts(Path(data.final_eval_file))
-        final = _fitting([EvalPrompt(target.encode(row.prompt), row.category) for row in prompts], data, target)
-    return rows, EvalPrompts(held_out, final)
+        rows = read_prompts(Path(data.final_eval_file))
+        final = _eval_prompts(data.final_eval_file, ((row.prompt, row.category) for row in rows), data, target)
+    return EvalPrompts(held_out, final)
 
 
-def _fitting(prompts: list[EvalPrompt], data: DataArgs, target: Target) -> list[EvalPrompt]:
-    return [prompt for prompt in prompts if len(prompt.token_ids) + data.num_eval_tokens < target.context_length]
+def _eval_prompts(
+    file: str, prompts: Iterable[tuple[str | list[dict[str, Any]], str | None]], data: DataArgs, target: Target
+) -> list[EvalPrompt]:
+    """Those of a file's prompts, each with its task, that can be decoded; how many cannot is logged."""
+    usable, num_left_out = [], 0
+    for prompt, category in prompts:
+        try:
+            token_ids = target.encode(prompt)
+        except TemplateError:
+            token_ids = []
+        if token_ids and len(token_ids) + data.num_eval_tokens < target.context_length:
+            usable.append(EvalPrompt(token_ids, category))
+        else:
+            num_left_out += 1
+    if not usable:
+        raise ValueError(
+            f"{file} has no prompt to decode: each must leave room for num_eval_tokens={data.num_eval_tokens} in the "
+            f"target's context of {target.context_length} tokens, and the chat template must take it"
+        )
+    if num_left_out:
+        logger.warning("%s: %d prompts are left out: too long, or refused by the chat template", file, num_left_out)
+    return usable
 
 
 def frequent_tokens(rows: PackedRows, size: int, vocab_size: int) -> torch.Tensor:

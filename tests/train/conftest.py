@@ -19,7 +19,8 @@ WORDS = ["the cat sat", "on the mat and the dog sat on the cat", "one two", "thr
 
 
 def recipe_file(kind: str) -> Path:
-    return ROOT / "recipes" / ("distill_draft.py" if kind == "draft" else f"train_{kind}.py")
+    names = {"draft": "distill_draft", "prepare_data": "prepare_data"}
+    return ROOT / "recipes" / f"{names.get(kind, f'train_{kind}')}.py"
 
 
 @pytest.fixture(scope="session")
