@@ -11,10 +11,9 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,17 +69,34 @@ def finish(process: subprocess.Popen[str]) -> str:
     return errors
 
 
+# A process that dies in the middle of its 25th step.
+KILLED = """
+import os, runpy, signal, sys
+from selfspec.train.module import HeadTraining
+forward = HeadTraining.forward
+num_steps = 0
+def dying(self, **batch):
+    global num_steps
+    num_steps += 1
+    if num_steps == 25:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return forward(self, **batch)
+HeadTraining.forward = dying
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_a_run_killed_in_the_middle_goes_on_bit_for_bit(recipe: Recipe, flags: Flags, start: Start, tmp_path: Path) -> None:
-    # EAGLE-1 draws noise at every step, so that the random numbers must go on where they were, too.
+    # EAGLE-1 draws noise at every step, so the random numbers must continue where they were, too.
     changes = {"max_steps": 120, "save_steps": 10, "eval_steps": 40, "logging_steps": 10, "version": 1}
-    process = start("eagle", flags(tmp_path / "killed", **changes))
-    deadline = time.monotonic() + 100
-    while not (tmp_path / "killed" / "checkpoint-20").exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert not (tmp_path / "killed" / "head").exists(), "it was killed too late to show anything"
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    process = start("eagle", flags(tmp_path / "killed", **changes), script=script)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL, errors
+    assert last_checkpoint(tmp_path / "killed") == tmp_path / "killed" / "checkpoint-20"
+    assert not (tmp_path / "killed" / "head").exists()
     for output in ("killed", "whole"):
         recipe("eagle").main(flags(tmp_path / output, **changes))
     assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
@@ -321,14 +337,26 @@ FIGURES = {"loss", "accuracy_1", "accuracy_4", "learning_rate", "grad_norm", "to
 def test_every_logged_step_has_its_figures(
     recipe: Recipe, flags: Flags, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate = Evaluator.__call__
-    monkeypatch.setattr(Evaluator, "__call__", lambda *args, **kwargs: (time.sleep(1), evaluate(*args, **kwargs))[1])
+    """By a clock on which a step takes a second, and an evaluation, which must not count, a thousand."""
+    seconds = 0.0
+
+    def taking(duration: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            nonlocal seconds
+            seconds += duration
+            return function(*args, **kwargs)
+
+        return timed
+
+    monkeypatch.setattr("selfspec.train.loop.time", SimpleNamespace(perf_counter=lambda: seconds))
+    monkeypatch.setattr(HeadTraining, "forward", taking(1.0, HeadTraining.forward))
+    monkeypatch.setattr(Evaluator, "__call__", taking(1000.0, Evaluator.__call__))
     recipe("medusa").main(flags(tmp_path / "run", logging_steps=1, eval_steps=2))
     entries = [entry for entry in log_history(tmp_path / "run") if "loss" in entry]
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4]
     assert all(entry.keys() >= FIGURES for entry in entries)
-    # 2 rows of 64 tokens a step: were the evaluation's second counted, steps 2 and 4 could not exceed 128 tokens/s.
-    assert all(entry["tokens_per_second"] > 128 for entry in entries)
+    # 2 rows of 64 tokens a step.
+    assert [entry["tokens_per_second"] for entry in entries] == [128.0] * 4
 
 
 def test_tensorboard_has_the_curves(recipe: Recipe, flags: Flags, tmp_path: Path) -> None:
