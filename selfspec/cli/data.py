@@ -1,4 +1,4 @@
-"""`selfspec data`: the conversations that heads are trained on, from raw logs to the target's own answers."""
+"""`selfspec data`: from raw logs to the conversations that heads are trained on, with the target's own answers."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from selfspec.model.target import Target
     from selfspec.traffic.redact import Redactor
 
-app = typer.Typer(no_args_is_help=True, help="Prepare conversations for the training of heads.")
+app = typer.Typer(no_args_is_help=True, help="Prepare conversations to train heads on.")
 
 SourcesArgument = Annotated[
     list[str], typer.Argument(help=".jsonl, .json, .txt, .parquet or .arrow files, directories of them, Hub dataset ids")
 ]
 OutputOption = Annotated[Path, typer.Option("--output", help="JSON lines to write, each as soon as it is finished")]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="replace the output if it exists")]
-ResumeOption = Annotated[bool, typer.Option("--resume", help="keep the output, and do what is not in it")]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="keep the output, and add what it lacks")]
 
 
 def load(writing: WritingOptions, target: TargetOptions, draft: DraftOptions) -> "tuple[Target, Drafter | None]":
@@ -60,7 +60,7 @@ def tracked(conversations: Iterable[Conversation], description: str, total: int)
 
 @command(app)
 def inspect(*, sources: SourcesArgument) -> None:
-    """Show what is in data files: forms, counts, and the rows that cannot be used."""
+    """Show what data files hold: forms, counts, and the rows that cannot be used."""
     report = Report()
     roles: Counter[str] = Counter()
     for conversation in read_conversations(sources, report):
@@ -83,7 +83,7 @@ def clean(
     cleaning: CleanOptions,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Leave out near-duplicates and evaluation prompts, and split into a training and a held-out part."""
+    """Leave out near-duplicates and evaluation prompts, and split the rest into a training and a held-out part."""
     check_sources(sources)
     reports, num_written = {"reading": Report(), "cleaning": Report()}, Counter[str]()
     redactor = cleaning.redactor()
@@ -111,7 +111,7 @@ def regenerate(
     draft: DraftOptions,
     sampling: SamplingParams,
     last_turn_only: Annotated[
-        bool, typer.Option("--last-turn-only", help="keep the earlier answers; they will not be trained on")
+        bool, typer.Option("--last-turn-only", help="keep earlier answers, which are then not trained on")
     ] = False,
     overwrite: OverwriteOption = False,
     resume: ResumeOption = False,
@@ -156,7 +156,7 @@ def prompts(
     overwrite: OverwriteOption = False,
     resume: ResumeOption = False,
 ) -> None:
-    """Have the target itself write prompts, for more data than there are logs; needs a --temperature above 0."""
+    """Have the target write prompts too, where logs are too few; needs a --temperature above 0."""
     from selfspec.cli import display
     from selfspec.traffic.self_prompts import check_drawing
 

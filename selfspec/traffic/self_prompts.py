@@ -1,6 +1,6 @@
-"""Prompts from the target itself: with a bare user header before it, a chat model writes what a user would say.
+"""Prompts from the target itself: after a bare user header, a chat model writes what a user would say.
 
-As in Magpie, https://arxiv.org/abs/2406.08464. It writes what it was trained on, which is as near as one comes to that data.
+The method is Magpie's, https://arxiv.org/abs/2406.08464. The prompts resemble the data that the target was trained on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def self_prompts(
     batch_size: int = 1,
     known: Collection[str] = (),
 ) -> Iterator[Conversation]:
-    """Conversations of one user turn, with ids `self-NUMBER`; empty, short, cut and repeated ones are only in the report.
+    """Conversations of one user turn, with ids `self-NUMBER`. Short, cut and repeated prompts are only in the report.
 
     Args:
         numbers: which prompts to draw; each number decides its prompt's seed.
@@ -76,7 +76,7 @@ def _usable(
 
 
 def _header(target: Target) -> list[int]:
-    """What the template writes before the first user turn."""
+    """Token ids of what the template writes before the first user turn."""
     header = render(target.tokenizer, [{"role": "user", "content": PROBE}]).partition(PROBE)[0]
     token_ids = target.tokenizer(header, add_special_tokens=False)["input_ids"]
     if not token_ids:
@@ -85,7 +85,7 @@ def _header(target: Target) -> list[int]:
 
 
 def _ending(target: Target, sampling: SamplingParams) -> SamplingParams:
-    """Settings that also end where the template ends a user turn."""
+    """The settings, with an end where the template ends a user turn."""
     closing = closing_after(target.tokenizer, [], "user")
     token = first_added_token(target.tokenizer, closing)
     if token is not None:

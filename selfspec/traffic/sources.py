@@ -1,6 +1,6 @@
 """Where conversations come from: JSON lines, a JSON list, plain text, Parquet, Arrow, directories of them, the Hub.
 
-Of plain text every line is a user turn, and in a directory every file is one.
+Every line of a text file is a user turn; in a directory, every text file is one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from selfspec.traffic.conversations import BadRow, Conversation, Report, parse
 TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", *TABLES)
 
-# A row's place, what decodes it, and the row.
+# A row's place, the function that decodes the row, and the row.
 Row = tuple[str, Callable[[Any], object], Any]
 
 
@@ -34,10 +34,10 @@ def check_sources(sources: Iterable[str | Path]) -> None:
 def read_conversations(sources: Iterable[str | Path], report: Report) -> Iterator[Conversation]:
     """The conversations of files, of all files in a directory, and of datasets of the Hub (`ID[:CONFIG][:SPLIT]`).
 
-    Ids are made unique: a second `a` becomes `a#2`, and a row without an id gets its file's name and its number.
+    Ids are made unique: a second `a` becomes `a#2`. A row without an id gets its file's name and its number.
 
     Raises:
-        ValueError: nothing is there, or its format is not known.
+        ValueError: a source does not exist, or its format is not known.
     """
     unique_id = _UniqueIds()
     for place, decode, raw in (row for source in sources for row in _open(source, report)):
@@ -52,7 +52,7 @@ def read_conversations(sources: Iterable[str | Path], report: Report) -> Iterato
 
 
 class _UniqueIds:
-    """Gives every id as it is the first time, and with a number from then on."""
+    """Returns an id as it is the first time, and with a number from then on."""
 
     def __init__(self) -> None:
         self.num_seen: Counter[str] = Counter()
@@ -67,7 +67,7 @@ class _UniqueIds:
 
 
 def _open(source: str | Path, report: Report) -> Iterator[Row]:
-    """Every row with its place and with what decodes it."""
+    """Every row, with its place and the function that decodes it."""
     path = Path(source)
     if path.is_dir():
         for file in sorted(file for file in path.rglob("*") if file.is_file()):
@@ -99,7 +99,7 @@ def _unknown_format(path: Path) -> ValueError:
 
 
 def _whole_json(path: Path) -> list[object] | None:
-    """A JSON file's rows; None where it is not one JSON text, as where it has a row on each line."""
+    """A JSON file's rows; None if the file is not one JSON text, for example because it has a row on each line."""
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError):

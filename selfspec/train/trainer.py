@@ -1,7 +1,7 @@
 """What the recipes share: settings and data in, a trained head with its card out.
 
-transformers' Trainer does the work (accelerate, schedules, clipping, mixed precision, checkpoints, resuming, trackers);
-`selfspec.train.loop` has what it lacks. The head alone is trained, saved and pushed.
+transformers' Trainer does the work (accelerate, schedules, clipping, mixed precision, checkpoints, resuming, trackers), and
+`selfspec.train.loop` adds what it lacks. Only the head is trained, saved and pushed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Setup:
     """What a recipe starts from.
 
     Attributes:
-        shape: the recipe's own settings, an instance of the class that `set_up` was given.
+        shape: the recipe's own settings, an instance of the class given to `set_up`.
     """
 
     data: DataArgs
@@ -80,7 +80,7 @@ def set_up(shape_class: type, arguments: Sequence[str] | None = None) -> Setup:
 
 
 def load_target(data: DataArgs, args: TrainingArguments) -> Target:
-    """The frozen target on this process's device, its linear layers unpacked: losses differentiate through the LM head."""
+    """The frozen target on this process's device. Its layers stay unpacked, because losses need gradients through them."""
     template = read_template(None if data.chat_template is None else Path(data.chat_template))
     # Reading the weights may take minutes.
     check_chat_target(data.target, template)
@@ -166,7 +166,7 @@ def _eval_prompts(
 
 
 def frequent_tokens(rows: PackedRows, size: int, vocab_size: int) -> torch.Tensor:
-    """[size] ascending ids of the tokens that answers use most, the unused ones last by id."""
+    """[size] ascending ids of the tokens that answers use most; if too few are used, also the lowest unused ids."""
     counts = torch.bincount(rows.input_ids[rows.loss_mask], minlength=vocab_size)
     chosen = counts.sort(descending=True, stable=True).indices[:size]
     share = float(counts[chosen].sum() / counts.sum())
@@ -236,12 +236,12 @@ def _open_output(setup: Setup, head: DraftHead) -> None:
 def _prepare_arguments(args: TrainingArguments) -> None:
     """Set what the training of heads needs, whatever the user chose."""
     set_seed(args.seed)
-    # Rows are mappings of tensors already, and none of their columns may be dropped.
+    # Rows are mappings of tensors already, and all their columns are needed.
     args.remove_unused_columns = False
     args.label_names = []
-    # Steps of one size, because an epoch must have as many of them on any number of processes.
+    # All steps have one size, because an epoch must have as many steps on any number of processes.
     args.dataloader_drop_last = True
-    # The loop's own check of losses does not wait for the device.
+    # This check would wait for the device; `check_losses` does not.
     args.logging_nan_inf_filter = False
     # All weights of a head take part in every loss.
     args.ddp_find_unused_parameters = False
@@ -306,7 +306,7 @@ def _versions() -> dict[str, str]:
 
 
 def _history(log_history: list[dict[str, float]]) -> list[dict[str, float]]:
-    """The evaluations so far, those before a restart included."""
+    """The evaluations so far, including those before a restart."""
     return [
         {"step": entry["step"]} | {k.removeprefix(EVAL_PREFIX): v for k, v in entry.items() if k.startswith(EVAL_PREFIX)}
         for entry in log_history

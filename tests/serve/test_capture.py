@@ -106,7 +106,7 @@ def test_a_slow_disk_drops_and_does_not_wait(tmp_path: Path, monkeypatch: pytest
     may_go_on = threading.Event()
 
     def redact(conversation: Conversation) -> Conversation:
-        may_go_on.wait(10)
+        may_go_on.wait()
         return conversation
 
     monkeypatch.setattr("selfspec.traffic.capture.MAX_WAITING", 5)
