@@ -1,4 +1,4 @@
-"""Dataclass fields as command-line options: each setting keeps one name, one default, one help text and one check.
+"""Dataclass fields as command-line options: a setting has one name, one default, one help text and one check everywhere.
 
 A command names the dataclasses it wants, and receives instances of them:
 
@@ -20,12 +20,12 @@ import typer
 
 from selfspec.failures import reported_failures
 
-# The options not named after their fields.
+# Options that are not named after their fields.
 FLAGS = {"stop_token_ids": "--stop-id"}
 
 
 def command(app: typer.Typer, **groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers a function as a command; each argument named in `groups` becomes one option for every field."""
+    """Register a function as a command. An argument named in `groups` becomes one option for each field of its dataclass."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         parameters = []
@@ -35,7 +35,7 @@ def command(app: typer.Typer, **groups: type) -> Callable[[Callable[..., None]],
         parameters.append(_option("debug", Annotated[bool, debug], False))
 
         def run(*, debug: bool, **values: Any) -> None:
-            # transformers imports torchao where it is installed, which tells of kernels for other devices as it comes in.
+            # transformers imports torchao if it is installed, and torchao then logs kernels of other devices.
             for library in ("torchao", "torch.utils._pytree"):
                 logging.getLogger(library).setLevel(logging.ERROR)
             with reported_failures(debug):

@@ -128,7 +128,7 @@ class OutputWriter:
         if overwrite or not path.exists() or path.stat().st_size == 0:
             return
         if not resume:
-            raise ValueError(f"{path} holds results already: pass --resume to go on with it, or --overwrite")
+            raise ValueError(f"{path} holds results already: pass --resume to continue it, or --overwrite")
         self._find_finished(num_rows)
 
     def _find_finished(self, num_rows: Mapping[str | int, int]) -> None:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 RECORD_NAME = "features.json"
 KEY = "states"
 
-# The median gap between stored and computed states stays below this in any batch; that of a fine-tuned copy is larger.
+# The median gap between stored and computed states stays below this in any batch; a fine-tuned copy's gap is larger.
 TOLERANCE = 0.05
 
 

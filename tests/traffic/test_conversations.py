@@ -1,4 +1,4 @@
-"""Every form that people have is read, and no bad row stops the others or goes unseen."""
+"""Every common form of row is read, and a bad row is counted without stopping the others."""
 
 import json
 import sys

@@ -55,7 +55,7 @@ def patterns() -> Redactor:
         ("from 93.184.216.34 ([2a00:1450:4001:80e::200e])", "from <IP_ADDRESS> ([<IP_ADDRESS>])"),
         ("::ffff:93.184.216.34 00:1B:44:11:3A:B7", "<IP_ADDRESS> <MAC_ADDRESS>"),
         ("1A1zP1eP5QGefi2DMPTfTL5SLmv7DivfNa", "<CRYPTO>"),
-        # Two kinds at one place.
+        # Two kinds of data in one place.
         ("my bank account, or my passport, is 945456787", "my bank account, or my passport, is <US_BANK_NUMBER>"),
     ],
 )
@@ -204,7 +204,7 @@ def test_the_clean_command_redacts_and_counts(source: Path, tmp_path: Path) -> N
     assert "redacted: 5 EMAIL_ADDRESS" in result.output
     rows = lines(tmp_path / "out" / "train.jsonl") + lines(tmp_path / "out" / "heldout.jsonl")
     assert Counter(row["messages"][0]["content"].split(" about ")[0] for row in rows) == {"tell <EMAIL_ADDRESS>": 5}
-    # Nor is it in the report, which without --redact quotes what it could not read.
+    # The report does not quote it either; without --redact it quotes what could not be read.
     report = (tmp_path / "out" / "report.json").read_text()
     assert "example.com" not in report + result.output
     assert json.loads(report)["redacted"] == {"EMAIL_ADDRESS": 5}
@@ -235,7 +235,7 @@ def test_the_target_answers_what_is_left(source: Path, tmp_path: Path, tiny_targ
 
 def test_options(monkeypatch, tmp_path: Path) -> None:
     assert CleanOptions().redactor() is None
-    # A model is for nothing else.
+    # A model alone asks for redaction, because it serves nothing else.
     with pytest.raises(ValueError, match="no installed spaCy model"):
         CleanOptions(redact_model=str(tmp_path / "none")).redactor()
     monkeypatch.setitem(sys.modules, "selfspec.traffic.redact", None)

@@ -28,7 +28,7 @@ def message(kind: str, content: str = "x") -> dict:
 
 
 def conversations(count: int, num_turns: int = 3) -> list[Conversation]:
-    """Conversations of one, two, ... user turns in turn, with answers that nobody will keep."""
+    """Conversations of one, two, ... user turns in turn, with answers that will be replaced."""
     words, rows = TEXT.split(), []
     for i in range(count):
         texts = [" ".join(words[(i * 3 + turn) % 13 :][: 4 + i % 5]) for turn in range(1 + i % num_turns)]
@@ -186,7 +186,7 @@ def test_interrupted_anywhere_it_goes_on(run, source, tmp_path, tiny_target_dir,
         assert len(lines(parts)) == 8
         assert {row["id"]: row for row in lines(parts)} == expected
 
-    # An interruption between two rows: what was finished is on disk.
+    # Interrupted between two rows: the finished ones are on disk.
     write = OutputWriter.write
 
     def interrupted(self, rows):

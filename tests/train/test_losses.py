@@ -1,4 +1,4 @@
-"""The losses' building blocks against what autograd and plain attention give."""
+"""The losses' building blocks against autograd, plain attention and the model's own logits."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_head_drafts_through_the_targets_lm_head_as_the_target_does(family: st
     loss = HeadTraining(head, target)(ids, torch.ones_like(ids, dtype=torch.bool), positions)["loss"]
     with torch.no_grad():
         logits = target.model(input_ids=ids, use_cache=False).logits
-    # The head at position t foresees what the target says of token t + 2 at t + 1.
+    # The head at position t learns the distribution of token t + 2, which the target gives at t + 1.
     expected = F.cross_entropy(logits[:, :-2].flatten(0, 1), logits[:, 1:-1].flatten(0, 1).softmax(-1), reduction="sum")
     torch.testing.assert_close(loss.detach(), expected / ids.numel(), rtol=1e-5, atol=1e-5)
 
@@ -140,7 +140,7 @@ def test_a_frozen_output_layer_gets_no_gradient_and_no_rows_give_zero() -> None:
 
 
 def test_the_teacher_pairs_a_token_with_the_position_that_chose_it() -> None:
-    """[H6] over the draft vocabulary only, and never across texts."""
+    """Over the draft vocabulary only, and never across texts."""
     torch.manual_seed(0)
     final, lm_head = torch.randn(1, 6, 4), torch.nn.Linear(4, 10, bias=False)
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
@@ -168,7 +168,7 @@ def unrolled_case(device: str, num_steps: int) -> tuple[torch.Tensor, list[list[
 
 
 def test_flex_and_plain_unrolled_attention_are_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On packed texts; and the tiles that are computed are those that hold something visible."""
+    """On packed texts. The tiles that are computed are exactly those with something visible."""
     monkeypatch.setattr(unrolled, "_flex", lambda: flex_attention.flex_attention)
     positions, steps = unrolled_case("cpu", 3)
     plain, flex = unrolled._PlainAttention(positions, 0.3), unrolled._FlexAttention(positions, 0.3, 3)
@@ -199,12 +199,12 @@ def test_flex_and_plain_unrolled_attention_have_the_same_gradients() -> None:
 
 
 def test_a_compiled_head_has_the_same_loss_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one graph up to attention and one behind it, for all steps, with new texts and other lengths."""
+    """With one graph before attention and one after it, for all steps, new texts and other lengths."""
     target = tiny_target("llama")
     head = eagle_head(target, feature_layers=(1, 2), draft_vocab_size=20, has_lm_head=False)
     head.initialise(target.model, torch.arange(3, 23))
     whole = losses.unrolled_attention
-    # As on a GPU, where attention is compiled for itself.
+    # As on a GPU, where attention is compiled separately.
     monkeypatch.setattr(losses, "unrolled_attention", lambda *args: torch.compiler.disable(whole(*args).__call__))
     trainings = [HeadTraining(copy.deepcopy(head), target, LossSettings(num_steps=4)) for _ in range(2)]
     trainings[1].head.compile(backend="aot_eager")

@@ -1,4 +1,4 @@
-"""What a training run keeps through kills, damage, full disks, bad numbers, several processes and trackers."""
+"""A training run through kills, damage, full disks, bad numbers, several processes and trackers."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ Recipe = Callable[[str], ModuleType]
 Flags = Callable[..., list[str]]
 Start = Callable[..., subprocess.Popen[str]]
 
-# Sums over rows in another order: about ten float32 roundings of a loss near 30, and of a weight moved by 1e-3 a step.
+# Sums in another order differ by about ten float32 roundings: of a loss near 30, and of a weight moved by 1e-3 a step.
 LOSS_TOLERANCE = 1e-4
 WEIGHT_TOLERANCE = 1e-5
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """As the processes that the tests start: sums in one order."""
+    """One thread, as in the processes that the tests start, because sums must be in one order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -165,7 +165,7 @@ def test_a_checkpoint_has_its_name_only_when_it_is_whole(
 
 
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch, cls: type, method: str) -> None:
-    """At step 4, what `method` writes meets the operating system's error for a file that finds no room."""
+    """At step 4, `method` gets the operating system's error for a file that is too large."""
     write = getattr(cls, method)
 
     def limited(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -180,7 +180,7 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch, cls: type, method: str) -> No
     monkeypatch.setattr(cls, method, limited)
 
 
-# One writer each: safetensors, torch, Python.
+# Written by safetensors, torch and Python.
 WRITERS = [(Trainer, "save_model"), (Trainer, "_save_optimizer_and_scheduler"), (TrainerState, "save_to_json")]
 
 
@@ -283,7 +283,7 @@ def test_two_processes_and_batches_in_parts_train_like_one(
 
 
 class HalfRight(Drafter):
-    """Drafts the token that comes next, and then one that does not."""
+    """Drafts the right next token, and then a wrong one."""
 
     name = "half-right"
     num_draft_tokens = 2
@@ -417,7 +417,7 @@ def test_the_card_says_what_the_head_is_worth(
     assert f"| acceptance rate | {final['acceptance_rate_1']:.2f} |" in card.text
     assert "    train_medusa.py --target=tiny-target0 --train_file=train.jsonl" in card.text
     assert f"torch {torch.__version__}" in card.text
-    # A card is for others: nothing in it tells where it was made, nor how to get in there.
+    # Others read a card: it shows neither where it was made nor an access token.
     assert "hf_a" not in card.content + (output / "run.json").read_text()
     assert "hf_b" not in card.content + (output / "run.json").read_text()
     assert str(tmp_path) not in card.content and str(tiny_target_dir.parent) not in card.content
