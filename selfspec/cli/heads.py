@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.cli.options import TargetOptions, command, quiet_libraries
+from selfspec.cli.options import command, quiet_libraries
+from selfspec.config import TargetOptions
 from selfspec.traffic.prompt_files import PromptRow, read_prompts
 
 if TYPE_CHECKING:
@@ -154,5 +155,7 @@ def _prompt(row: PromptRow, target: "Target") -> "Prompt":
 
 def _load(options: TargetOptions, *, use_packing: bool = False) -> "Target":
     """Load the target. By default its weights stay as they are stored, because exports copy them."""
+    from selfspec.drafters.options import load_target
+
     quiet_libraries()
-    return options.load(use_packing=use_packing)
+    return load_target(options, use_packing=use_packing)

@@ -15,11 +15,11 @@ from selfspec.cli.bench_runtime import ExpandOption, load_for_bench
 from selfspec.cli.bench_runtime import register as register_runtime
 from selfspec.cli.data import app as data_app
 from selfspec.cli.heads import app as interop_app
-from selfspec.cli.options import DraftOptions, TargetOptions, command, quiet_libraries
+from selfspec.cli.options import command, quiet_libraries
 from selfspec.cli.plan import register as register_plan
 from selfspec.cli.serve import register as register_serve
-from selfspec.config import SamplingParams
-from selfspec.model.default_target import default_target_path
+from selfspec.config import DraftOptions, SamplingParams, TargetOptions
+from selfspec.model.default_target import default_target_path, source_of
 from selfspec.model.default_target import fetch as fetch_default_target
 from selfspec.traffic.prompt_files import OutputWriter, PromptRow, read_prompts
 
@@ -90,12 +90,13 @@ def generate(
         return
 
     from selfspec.cli import display
+    from selfspec.drafters.options import load_drafter_of
     from selfspec.traffic import answers as answering
 
-    with display.stage(f"loading {target.source}"):
+    with display.stage(f"loading {source_of(target)}"):
         model = _load(target)
         settings: dict[str, Any] = {
-            "drafter": draft.load(drafter, model),
+            "drafter": load_drafter_of(draft, drafter, model),
             "sampling": sampling,
             "use_cost_guard": not draft.no_cost_guard,
         }
@@ -126,10 +127,11 @@ def chat(
     """Talk to the target in the terminal."""
     from selfspec.cli import display
     from selfspec.cli.chat import chat as run_chat
+    from selfspec.drafters.options import load_drafter_of
 
-    with display.stage(f"loading {target.source}"):
+    with display.stage(f"loading {source_of(target)}"):
         model = _load(target)
-        loaded_drafter = draft.load(drafter, model)
+        loaded_drafter = load_drafter_of(draft, drafter, model)
     run_chat(model, drafter=loaded_drafter, sampling=sampling, use_cost_guard=not draft.no_cost_guard, system=system)
 
 
@@ -212,7 +214,7 @@ def bench(
 
     tasks = benchmark.choose_prompts(benchmark.read_benchmark(prompts), per_task)
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
-    with display.stage(f"loading {target.source}"):
+    with display.stage(f"loading {source_of(target)}"):
         loaded = load_for_bench(target, drafters, draft, expand)
     with display.progress("measuring", sum(map(len, tasks.values()))) as advance:
         measurements = benchmark.measure_tasks(
@@ -258,7 +260,7 @@ def bench_engine(
 
     rows = throughput.mixed(benchmark.read_benchmark(prompts))
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
-    with display.stage(f"loading {target.source}"):
+    with display.stage(f"loading {source_of(target)}"):
         loaded = load_for_bench(target, drafter, draft, expand)
         if len(loaded.drafters) != 1:
             raise ValueError(f"--drafter {drafter} is not one drafter to compare with plain decoding: name one")
@@ -311,8 +313,10 @@ def doctor() -> None:
 
 
 def _load(options: TargetOptions) -> "Target":
+    from selfspec.drafters.options import load_target
+
     quiet_libraries()
-    return options.load()
+    return load_target(options)
 
 
 def _fetch(directory: Path | None, gguf: Path | None) -> Path:
@@ -336,6 +340,7 @@ def _compare(
     """Has plain decoding, every drafter and, if asked for, transformers' `generate` answer the same prompts."""
     from selfspec.bench.compare import check_transformers_can, drafter_run, race, transformers_run
     from selfspec.cli import display
+    from selfspec.drafters.options import load_drafter_of
     from selfspec.traffic import answers as answering
 
     if use_transformers:
@@ -344,7 +349,7 @@ def _compare(
         # Unseeded samples differ by design, and could not be compared.
         sampling = sampling.with_(seed=0)
     runs = {}
-    with display.stage(f"loading {target.source}") as report:
+    with display.stage(f"loading {source_of(target)}") as report:
         model = _load(target)
         prompts = answering.encode_prompts(model, rows)
         for spec in dict.fromkeys(["none", *(name.strip() for name in drafters.split(","))]):
@@ -352,7 +357,7 @@ def _compare(
             runs[spec] = drafter_run(
                 model,
                 prompts,
-                draft.load(spec, model),
+                load_drafter_of(draft, spec, model),
                 sampling=sampling,
                 batch_size=batch_size,
                 use_cost_guard=not draft.no_cost_guard,
@@ -360,7 +365,7 @@ def _compare(
         if use_transformers:
             report("preparing transformers")
             runs["transformers"] = transformers_run(
-                model, prompts, sampling=sampling, source=target.source, revision=target.revision
+                model, prompts, sampling=sampling, source=source_of(target), revision=target.revision
             )
     num_answers = len(rows) * sampling.n
     with display.progress("comparing", len(runs) * num_answers) as advance:
