@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from selfspec.plan.cards import CardFigures, eval_results
 from selfspec.train.evaluation import AcceptanceReport
 
 CARD_NAME = "README.md"
@@ -42,8 +44,18 @@ class CardFacts:
 
 
 def write_card(directory: Path, facts: CardFacts) -> None:
-    """Write the card into a head's folder."""
+    """Write the card into a head's folder. `selfspec plan` reads the acceptance from its metadata."""
+    measured: dict[str, Any] = {}
+    report = facts.acceptance
+    if report is not None:
+        depth = len(report.rates)
+        figures = CardFigures(report.length, tuple(report.rates), depth=depth, num_nodes=report.num_nodes)
+        measured = {
+            "model_name": f"{facts.kind} head for {re.sub('.*/', '', facts.target)}",
+            "eval_results": eval_results(facts.eval_file or "prompts", figures, report.lengths),
+        }
     data = ModelCardData(
+        **measured,
         library_name="selfspec",
         base_model=facts.target,
         base_model_relation="adapter",

@@ -44,6 +44,7 @@ class AcceptanceReport:
         length: acceptance length, tokens emitted per target pass, the bonus token included.
         rates: for each depth d from 1, the share of the passes that drafted to depth d which accepted at least d tokens.
         lengths: acceptance length of each task that the prompts name.
+        num_nodes: the most nodes of a candidate tree, root included.
     """
 
     num_prompts: int
@@ -51,6 +52,7 @@ class AcceptanceReport:
     length: float
     rates: list[float]
     lengths: dict[str, float] = field(default_factory=dict)
+    num_nodes: int | None = None
 
     def record(self) -> dict[str, float]:
         """One number under each name, for trackers and the history."""
@@ -82,6 +84,7 @@ def acceptance(target: Target, drafter: Drafter, prompts: Sequence[EvalPrompt], 
         length=num_emitted.total() / num_passes.total(),
         rates=[num_accepted[depth] / num_drafted[depth] for depth in sorted(num_drafted)],
         lengths={task: num_emitted[task] / num_passes[task] for task in num_passes if task is not None},
+        num_nodes=num_nodes,
     )
 
 

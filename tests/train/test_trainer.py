@@ -29,6 +29,7 @@ from selfspec.drafters.shipped import identity
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
 from selfspec.loop.batch import Batch
 from selfspec.loop.drafter import Proposal
+from selfspec.plan.cards import read_figures
 from selfspec.train.checkpoints import PARTIAL, last_checkpoint
 from selfspec.train.evaluation import EvalPrompt, Evaluator, acceptance
 from selfspec.train.module import HeadTraining
@@ -406,7 +407,12 @@ def test_the_card_says_what_the_head_is_worth(
     assert f"serve it: selfspec generate --target {tiny_target_dir} --drafter medusa:{output / 'head'}" in caplog.text
 
     card = ModelCard.load(output / "head" / "README.md")
-    assert card.data.to_dict() == {
+    figures = read_figures(card.content)
+    assert figures.length == pytest.approx(final["acceptance_length"], abs=1e-4)
+    assert figures.rates[0] == pytest.approx(final["acceptance_rate_1"], abs=1e-4)
+    metadata = card.data.to_dict()
+    assert len(metadata.pop("model-index")[0]["results"]) == 3
+    assert metadata == {
         "library_name": "selfspec",
         "base_model": tiny_target_dir.name,
         "base_model_relation": "adapter",
