@@ -2,10 +2,10 @@
 
     accelerate launch recipes/distill_draft.py recipes/configs/draft_smollm2.yaml
 
-or with every setting as a flag: `--target PATH_OR_ID --train_file train.jsonl --output_dir runs/draft --blocks 0 1 2 3`,
-then any of transformers' training arguments. Run again with the same output folder, it goes on from the last checkpoint.
-The layers land in OUTPUT_DIR/head: `selfspec generate --drafter draft_model:OUTPUT_DIR/head`; with `--save_model` a whole
-model, for any engine, is written to OUTPUT_DIR/model.
+or with flags instead: `--target PATH_OR_ID --train_file train.jsonl --output_dir runs/draft --blocks 0 1 2 3`, and any of
+transformers' training arguments. The same command again continues from the last checkpoint. The layers are written to
+OUTPUT_DIR/head: `selfspec generate --drafter draft_model:OUTPUT_DIR/head`. `--save_model` also writes a whole model, for any
+engine, to OUTPUT_DIR/model.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from selfspec.train.trainer import run, set_up
 
 @dataclass
 class DraftArgs:
-    """The draft's shape, and what is written of it."""
+    """The draft's shape, and whether it is also written as a model."""
 
     blocks: list[int] = field(
-        default_factory=lambda: [0, 1, 2, 3], metadata={"help": "layers of the target that the draft's start from"}
+        default_factory=lambda: [0, 1, 2, 3], metadata={"help": "layers of the target that the draft's layers start from"}
     )
     save_model: bool = field(default=False, metadata={"help": "also write it as a transformers model, embedding included"})
 

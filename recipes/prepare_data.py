@@ -2,109 +2,163 @@
 
     python recipes/prepare_data.py logs/ --output-dir data/chat --target PATH_OR_ID --max-new-tokens 512 --batch-size 32
 
-It reads the logs (any form that `selfspec data inspect` shows), lets the target draw more prompts if asked to
+It reads the logs (in any form that `selfspec data inspect` shows), lets the target write more prompts if asked to
 (`--self-prompts 5000`), leaves out near-duplicates and evaluation prompts, redacts personal data if asked to (`--redact`),
 holds out a part, and has the target write every answer anew. The output directory then has `train.jsonl`, `heldout.jsonl`,
-and `report.json` on what was left out. The same line again continues where an interruption stopped it.
+and `report.json`, which says what was left out. The same command continues a run that was interrupted.
 """
 
+from __future__ import annotations
+
 import json
-from dataclasses import asdict
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from rich.console import Console
+from rich.progress import track
+from transformers import HfArgumentParser
 
-from selfspec import SamplingParams
-from selfspec.cli.data import (
-    CleanOptions,
-    SourcesArgument,
-    WritingOptions,
-    draw_prompts,
-    prompt_writer,
-    show_and_save,
-    write,
-)
-from selfspec.cli.options import DraftOptions, TargetOptions, command
+from selfspec.config import DraftOptions, SamplingParams, TargetOptions
+from selfspec.failures import reported_failures
+from selfspec.model.default_target import source_of
 from selfspec.traffic.conversations import Conversation, Report
 from selfspec.traffic.masking import tokenize_all
-from selfspec.traffic.prompt_files import OutputWriter
-from selfspec.traffic.regenerate import regenerate
-from selfspec.traffic.sources import read_conversations
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-@command(
-    app, target=TargetOptions, draft=DraftOptions, sampling=SamplingParams, writing=WritingOptions, cleaning=CleanOptions
+from selfspec.traffic.prepare import (
+    CleanOptions,
+    WritingOptions,
+    check_some_left,
+    draw_prompts,
+    prompt_writer,
+    save_reports,
+    write_all,
 )
-def main(
-    *,
-    sources: SourcesArgument,
-    output_dir: Annotated[Path, typer.Option("--output-dir", help="directory to make, or to go on with")],
-    target: TargetOptions,
-    writing: WritingOptions,
-    draft: DraftOptions,
-    sampling: SamplingParams,
-    number_of_self_prompts: Annotated[int, typer.Option("--self-prompts", help="prompts for the target to draw", min=0)] = 0,
-    cleaning: CleanOptions,
-) -> None:
-    """Prepare training data from logs, with the answers written by the target."""
-    output_dir.mkdir(parents=True, exist_ok=True)
-    settings = {
-        "sources": sources,
-        "target": target.source,
-        "adapter": target.adapter,
-        "self_prompts": number_of_self_prompts,
-    }
-    check_settings(output_dir / "config.json", {**settings, **asdict(cleaning), "sampling": asdict(sampling)})
-    drawn = prompt_writer(output_dir / "self_prompts.jsonl", number_of_self_prompts, resume=True)
-    reports = {name: Report() for name in ("drawing", "reading", "cleaning", "answering", "masking")}
-    # Nothing is read yet: what stands in the way shows before the target is loaded.
-    raw = chain(read_conversations(sources, reports["reading"]), read_conversations([drawn.path], reports["reading"]))
-    redactor = cleaning.redactor()
-    cleaned = cleaning.split(raw, reports["cleaning"], redactor)
+from selfspec.traffic.prompt_files import OutputWriter
+from selfspec.traffic.regenerate import check_sampling, regenerate
+from selfspec.traffic.sources import check_sources, read_conversations
+from selfspec.train.settings import parse
 
+logger = logging.getLogger("selfspec.recipes")
+
+STAGES = ("drawing", "reading", "cleaning", "answering", "masking")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareArgs:
+    """Where the data goes, and how many prompts to add."""
+
+    output_dir: Path = field(metadata={"help": "directory to make, or to continue in"})
+    self_prompts: int = field(default=0, metadata={"help": "prompts for the target to write"})
+
+    def __post_init__(self) -> None:
+        if self.self_prompts < 0:
+            raise ValueError(f"self_prompts={self.self_prompts} is not allowed: use 0 (none) or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CleanArgs(CleanOptions):
+    """`exclude` as argparse has it: several files after one flag, or the flag several times."""
+
+    exclude: list[str] = field(
+        default_factory=list, metadata={"help": "prompts never to train on, besides the benchmarks", "action": "extend"}
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = HfArgumentParser((PrepareArgs, TargetOptions, WritingOptions, DraftOptions, SamplingParams, CleanArgs))
+    parser.add_argument("sources", nargs="+", help="data files, directories of them, Hub dataset ids")
+    args, target, writing, draft, sampling, cleaning, given = parse(parser, arguments)
+
+    # Whatever can be refused is refused before the target is loaded and before anything is written.
+    check_sampling(sampling)
+    check_sources(given.sources)
+    settings = {
+        "sources": given.sources,
+        "target": source_of(target),
+        "adapter": target.adapter,
+        "self_prompts": args.self_prompts,
+        **asdict(cleaning),
+        "sampling": asdict(sampling),
+    }
+    check_settings(args.output_dir / "config.json", settings)
+    reports = {name: Report() for name in STAGES}
+    redactor = cleaning.redactor()
+    raw = list(read_conversations(given.sources, reports["reading"]))
+    if not args.self_prompts:
+        check_some_left(raw, reports["reading"])
+    own_prompts_file = args.output_dir / "self_prompts.jsonl"
+    # The target's own prompts are read when they are reached, and they are written by then.
+    everything = chain(raw, read_conversations([own_prompts_file], reports["reading"]))
+    cleaned = cleaning.split(everything, reports["cleaning"], redactor)
     model, drafter = writing.load(target, draft)
+
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    save_settings(args.output_dir / "config.json", settings)
+    writer = prompt_writer(own_prompts_file, args.self_prompts, resume=True)
     own_words = SamplingParams(temperature=1.0, seed=sampling.seed or 0)
-    draw_prompts(
+    drawn = draw_prompts(
         model,
         drafter,
-        drawn,
-        number_of_self_prompts,
+        writer,
+        args.self_prompts,
         reports["drawing"],
         sampling=own_words,
         batch_size=writing.batch_size,
     )
+    write_all(writer, tracked(drawn, "drawing prompts", args.self_prompts - len(writer.finished)))
+
     parts: dict[str, list[Conversation]] = {"train": [], "heldout": []}
     for part, conversation in cleaned:
         parts[part].append(conversation)
+    check_some_left(parts["train"], reports["reading"], reports["cleaning"])
 
     for name, conversations in parts.items():
-        writer = OutputWriter(output_dir / f"{name}.jsonl", dict.fromkeys((c.id for c in conversations), 1), resume=True)
+        writer = OutputWriter(
+            args.output_dir / f"{name}.jsonl", dict.fromkeys((c.id for c in conversations), 1), resume=True
+        )
         pending = [conversation for conversation in conversations if conversation.id not in writer.finished]
         answered = regenerate(
             model, pending, reports["answering"], sampling=sampling, drafter=drafter, batch_size=writing.batch_size
         )
-        write(writer, answered, f"answering {name}", len(pending))
+        write_all(writer, tracked(answered, f"answering {name}", len(pending)))
 
-    samples = tokenize_all(read_conversations([output_dir / "train.jsonl"], Report()), model.tokenizer, reports["masking"])
+    trained = read_conversations([args.output_dir / "train.jsonl"], Report())
+    samples = tokenize_all(trained, model.tokenizer, reports["masking"])
     num_trained = sum(sum(sample.loss_mask) for sample in samples)
     num_tokens = sum(len(sample.input_ids) for sample in samples)
-    typer.echo(f"{output_dir}: {len(samples)} samples, {num_tokens} tokens, {num_trained} of them to train on")
-    show_and_save(reports, output_dir, redactor)
+    save_reports(reports, args.output_dir, redactor)
+    logger.info("%s: %d samples, %d tokens, %d of them to train on", args.output_dir, len(samples), num_tokens, num_trained)
+    if redactor is not None:
+        logger.info("redacted: %s", dict(redactor.counts) or "nothing")
+    for name, report in reports.items():
+        for reason, count in report.skipped.most_common():
+            logger.info("%s: %d skipped, %s, such as %s", name, count, reason, report.examples[reason][0])
+
+
+def tracked(conversations: Iterable[Conversation], description: str, total: int) -> Iterable[Conversation]:
+    """The conversations, with a bar that moves as they come where a person watches."""
+    console = Console(stderr=True)
+    return track(conversations, description, total, console=console, transient=True, disable=not console.is_terminal)
 
 
 def check_settings(file: Path, settings: dict[str, object]) -> None:
-    """Rows of two settings in one file would be worse than none."""
-    settings = json.loads(json.dumps(settings))
-    if not file.exists():
-        file.write_text(json.dumps(settings, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-    elif (before := json.loads(file.read_text(encoding="utf-8"))) != settings:
-        changed = ", ".join(name for name in settings if before.get(name) != settings[name])
+    """Refuse a directory that was begun with other settings: one file must not mix the rows of two."""
+    if file.exists() and (before := json.loads(file.read_text(encoding="utf-8"))) != (now := json.loads(_json(settings))):
+        changed = ", ".join(name for name in now if before.get(name) != now[name])
         raise ValueError(f"{file.parent} was begun with another {changed}: choose another --output-dir, or remove it")
 
 
+def save_settings(file: Path, settings: dict[str, object]) -> None:
+    """Record what the directory was begun with."""
+    file.write_text(_json(settings) + "\n", encoding="utf-8")
+
+
+def _json(settings: dict[str, object]) -> str:
+    return json.dumps(settings, ensure_ascii=False, indent=2)
+
+
 if __name__ == "__main__":
-    app()
+    with reported_failures():
+        main()

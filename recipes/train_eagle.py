@@ -2,9 +2,9 @@
 
     accelerate launch recipes/train_eagle.py recipes/configs/eagle_smollm2.yaml
 
-or with every setting as a flag: `--target PATH_OR_ID --train_file train.jsonl --output_dir runs/eagle`, then any of
-transformers' training arguments. Run again with the same output folder, it goes on from the last checkpoint. The head lands
-in OUTPUT_DIR/head: `selfspec generate --drafter eagle:OUTPUT_DIR/head`.
+or with flags instead: `--target PATH_OR_ID --train_file train.jsonl --output_dir runs/eagle`, and any of transformers'
+training arguments. The same command again continues from the last checkpoint. The head is written to OUTPUT_DIR/head:
+`selfspec generate --drafter eagle:OUTPUT_DIR/head`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from selfspec.drafters import EagleDrafter
 from selfspec.drafters.shipped import identity
 from selfspec.failures import reported_failures
 from selfspec.heads.eagle import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
+from selfspec.train.losses import LossSettings
 from selfspec.train.trainer import frequent_tokens, run, set_up
 
 
@@ -26,15 +27,22 @@ class EagleArgs:
     feature_layers: list[int] | None = field(
         default=None, metadata={"help": "hidden states to fuse; 2, n // 2 and n - 3 by default"}
     )
-    draft_vocab_size: int = field(default=12288, metadata={"help": "most frequent answer tokens that it can draft"})
-    train_lm_head: bool = field(default=False, metadata={"help": "an LM head of its own; by default the target's serves"})
-    num_steps: int = field(default=6, metadata={"help": "unrolled steps, the depth it learns to draft"})
-    decay: float = field(default=0.9, metadata={"help": "weight of each step relative to the one before"})
+    draft_vocab_size: int = field(
+        default=12288, metadata={"help": "how many of the most frequent answer tokens it can draft"}
+    )
+    train_lm_head: bool = field(
+        default=False, metadata={"help": "give it an LM head of its own; by default it uses the target's"}
+    )
+    num_steps: int = field(default=6, metadata={"help": "version 3: unrolled steps, the depth it learns to draft"})
+    decay: float = field(default=0.9, metadata={"help": "version 3: weight of each step relative to the one before"})
+    noise: float = field(default=0.1, metadata={"help": "version 1: features are disturbed by up to this much"})
+    token_weight: float = field(default=0.1, metadata={"help": "version 1: weight of the cross entropy"})
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     setup = set_up(EagleArgs, arguments)
     target, shape = setup.target, setup.shape
+    settings = LossSettings(shape.num_steps, shape.decay, shape.noise, shape.token_weight)
     layer = Eagle1Config.layer_shape(target.config)
     head: EagleHead | Eagle1Head
     if shape.version == 1:
@@ -58,8 +66,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         head,
         setup,
         make_drafter=lambda twin: EagleDrafter(target, twin, num_draft_tokens=shape.num_steps, num_nodes=24, width=6),
-        num_steps=shape.num_steps,
-        decay=shape.decay,
+        settings=settings,
     )
 
 

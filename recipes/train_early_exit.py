@@ -1,10 +1,10 @@
-"""Train an early-exit head for a frozen target: blocks on top of its first layers, and perhaps LoRA on those.
+"""Train an early-exit head for a frozen target: blocks on top of its first layers, optionally with LoRA on those.
 
     accelerate launch recipes/train_early_exit.py recipes/configs/early_exit_smollm2.yaml
 
-or with every setting as a flag: `--target PATH_OR_ID --train_file train.jsonl --output_dir runs/early_exit --exit_layer 8`,
-then any of transformers' training arguments. Run again with the same output folder, it goes on from the last checkpoint. The
-head lands in OUTPUT_DIR/head: `selfspec generate --drafter early_exit:OUTPUT_DIR/head`.
+or with flags instead: `--target PATH_OR_ID --train_file train.jsonl --output_dir runs/early_exit --exit_layer 8`, and any of
+transformers' training arguments. The same command again continues from the last checkpoint. The head is written to
+OUTPUT_DIR/head: `selfspec generate --drafter early_exit:OUTPUT_DIR/head`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from selfspec.train.trainer import run, set_up
 
 @dataclass
 class EarlyExitArgs:
-    """The head's shape, and how it is trained."""
+    """The head's shape."""
 
-    exit_layer: int = field(metadata={"help": "how many of the target's layers draft"})
+    exit_layer: int = field(metadata={"help": "how many of the target's first layers draft"})
     blocks: list[int] | None = field(
         default=None, metadata={"help": "layers of the target that the blocks start from; its last by default"}
     )
-    lora_rank: int = field(default=0, metadata={"help": "LoRA on the first layers; 0 shares their KV with verification"})
-    lora_alpha: float = field(default=32.0, metadata={"help": "LoRA's scale, over the rank"})
+    lora_rank: int = field(
+        default=0,
+        metadata={"help": "rank of LoRA on the first layers; 0 is none, and drafts then share their KV with verification"},
+    )
+    lora_alpha: float = field(default=32.0, metadata={"help": "LoRA's scale, before it is divided by the rank"})
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:

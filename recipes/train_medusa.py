@@ -2,9 +2,9 @@
 
     accelerate launch recipes/train_medusa.py recipes/configs/medusa_smollm2.yaml
 
-or with every setting as a flag: `--target PATH_OR_ID --train_file train.jsonl --output_dir runs/medusa`, then any of
-transformers' training arguments. Run again with the same output folder, it goes on from the last checkpoint. The head lands
-in OUTPUT_DIR/head: `selfspec generate --drafter medusa:OUTPUT_DIR/head`.
+or with flags instead: `--target PATH_OR_ID --train_file train.jsonl --output_dir runs/medusa`, and any of transformers'
+training arguments. The same command again continues from the last checkpoint. The head is written to OUTPUT_DIR/head:
+`selfspec generate --drafter medusa:OUTPUT_DIR/head`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from selfspec.drafters import MedusaDrafter
 from selfspec.drafters.shipped import identity
 from selfspec.failures import reported_failures
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
+from selfspec.train.losses import LossSettings
 from selfspec.train.trainer import run, set_up
 
 
@@ -22,11 +23,13 @@ from selfspec.train.trainer import run, set_up
 class MedusaArgs:
     """The heads' shape, and how they are trained."""
 
-    num_heads: int = field(default=4, metadata={"help": "heads, the depth they draft"})
+    num_heads: int = field(default=4, metadata={"help": "number of heads, which is the depth they draft"})
     num_blocks: int = field(default=1, metadata={"help": "residual blocks of each head"})
-    has_output_layer: bool = field(default=False, metadata={"help": "private output layers, not the target's LM head"})
+    has_output_layer: bool = field(
+        default=False, metadata={"help": "give each head an output layer instead of the target's LM head"}
+    )
     has_root_input: bool = field(
-        default=True, metadata={"help": "heads read the embedding of the token they follow, too; public checkpoints don't"}
+        default=True, metadata={"help": "heads also read the embedding of the tree's root, which public checkpoints do not"}
     )
     decay: float = field(default=0.8, metadata={"help": "weight of each head's loss relative to the one before"})
 
@@ -48,8 +51,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         head,
         setup,
         make_drafter=lambda twin: MedusaDrafter(target, twin, num_nodes=24),
-        num_steps=shape.num_heads,
-        decay=shape.decay,
+        settings=LossSettings(decay=shape.decay),
     )
 
 

@@ -124,3 +124,44 @@ class SamplingParams:
     def with_(self, **changes: object) -> SamplingParams:
         """A copy with some fields replaced, checked again."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions:
+    """Which target to load, and how."""
+
+    target: str | None = field(
+        default=None, metadata={"help": "directory or Hub id of the target; by default the one that `selfspec fetch` makes"}
+    )
+    revision: str | None = field(default=None, metadata={"help": "branch, tag or commit, for a Hub id"})
+    adapter: str | None = field(
+        default=None, metadata={"help": "directory or Hub id of a LoRA adapter (PEFT) to merge into the target"}
+    )
+    dtype: str = field(default="auto", metadata={"help": "float32, bfloat16, float16, auto; int8, fp8, int4: weights alone"})
+    device: str = field(default="auto", metadata={"help": "cpu, cuda, cuda:N, or auto"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions:
+    """How to load the drafters a command names, and when to draft."""
+
+    num_draft_tokens: int | None = field(
+        default=None, metadata={"help": "most tokens to draft in a step; each drafter has its default"}
+    )
+    num_nodes: int | None = field(
+        default=None, metadata={"help": "most nodes of a candidate tree, root included; each drafter has its default"}
+    )
+    width: int | None = field(
+        default=None,
+        metadata={"help": "nodes of a tree expanded at each depth; 1 drafts a chain; each drafter has its default"},
+    )
+    draft_dtype: str | None = field(
+        default=None, metadata={"help": "dtype of a draft model, as --dtype; the target's by default"}
+    )
+    sampled_draft: bool = field(
+        default=False,
+        metadata={"help": "draft models sample their drafts: same distribution, but not the tokens of plain sampling"},
+    )
+    no_cost_guard: bool = field(
+        default=False, metadata={"help": "always draft, even where drafting is measured to be slower"}
+    )

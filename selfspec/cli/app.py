@@ -5,7 +5,9 @@ from typing import Annotated
 import typer
 
 from selfspec.cli.hosts import check_host, warn_if_open
-from selfspec.cli.options import TargetOptions, command, quiet_libraries
+from selfspec.cli.options import command, quiet_libraries
+from selfspec.config import TargetOptions
+from selfspec.model.default_target import source_of
 
 
 def register(cli: typer.Typer) -> None:
@@ -39,6 +41,7 @@ def register(cli: typer.Typer) -> None:
         from selfspec.app.main import serve
         from selfspec.app.remote import Server
         from selfspec.cli import display
+        from selfspec.drafters.options import load_target
 
         quiet_libraries()
         warn_if_open(host, "the page has no password, so put it behind a proxy that asks for one, or leave out --host")
@@ -47,7 +50,7 @@ def register(cli: typer.Typer) -> None:
                 raise ValueError("--target and --server exclude each other: a server has its own target")
             page = serve(Server(server, api_key), host=host, port=port)
         else:
-            with display.stage(f"loading {target.source}"):
-                page = serve(target.load(), host=host, port=port)
+            with display.stage(f"loading {source_of(target)}"):
+                page = serve(load_target(target), host=host, port=port)
         typer.echo(f"{page.local_url} (Ctrl-C ends it)")
         page.block_thread()

@@ -9,8 +9,9 @@ import typer
 from selfspec.cli.bench_runtime import ExpandOption, load_for_bench
 from selfspec.cli.generate import PROMPT_FILE_HELP, BatchSizeOption, DrafterOption
 from selfspec.cli.loading import fetch_quietly, load_quietly
-from selfspec.cli.options import DraftOptions, TargetOptions, command
-from selfspec.config import SamplingParams
+from selfspec.cli.options import command
+from selfspec.config import DraftOptions, SamplingParams, TargetOptions
+from selfspec.model.default_target import source_of
 from selfspec.traffic.prompt_files import PromptRow, read_prompts
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def bench(
 
     tasks = benchmark.choose_prompts(benchmark.read_benchmark(prompts), per_task)
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
-    with display.stage(f"loading {target.source}"):
+    with display.stage(f"loading {source_of(target)}"):
         loaded = load_for_bench(target, drafters, draft, expand)
     with display.progress("measuring", sum(map(len, tasks.values()))) as advance:
         measurements = benchmark.measure_tasks(
@@ -169,7 +170,7 @@ def bench_engine(
 
     rows = throughput.mixed(benchmark.read_benchmark(prompts))
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
-    with display.stage(f"loading {target.source}"):
+    with display.stage(f"loading {source_of(target)}"):
         loaded = load_for_bench(target, drafter, draft, expand)
         if len(loaded.drafters) != 1:
             raise ValueError(f"--drafter {drafter} is not one drafter to compare with plain decoding: name one")
@@ -216,6 +217,7 @@ def _compare(
     """Answer the same prompts with plain decoding, every drafter and, if asked for, transformers' `generate`."""
     from selfspec.bench.compare import check_transformers_can, drafter_run, race, transformers_run
     from selfspec.cli import display
+    from selfspec.drafters.options import load_drafter_of
     from selfspec.traffic import answers as answering
 
     if use_transformers:
@@ -224,7 +226,7 @@ def _compare(
         # Samples without a seed differ by design, so they could not be compared.
         sampling = sampling.with_(seed=0)
     runs = {}
-    with display.stage(f"loading {target.source}") as report:
+    with display.stage(f"loading {source_of(target)}") as report:
         model = load_quietly(target)
         prompts = answering.encode_prompts(model, rows)
         for spec in dict.fromkeys(["none", *(name.strip() for name in drafters.split(","))]):
@@ -232,7 +234,7 @@ def _compare(
             runs[spec] = drafter_run(
                 model,
                 prompts,
-                draft.load(spec, model),
+                load_drafter_of(draft, spec, model),
                 sampling=sampling,
                 batch_size=batch_size,
                 use_cost_guard=not draft.no_cost_guard,
@@ -240,7 +242,7 @@ def _compare(
         if use_transformers:
             report("preparing transformers")
             runs["transformers"] = transformers_run(
-                model, prompts, sampling=sampling, source=target.source, revision=target.revision
+                model, prompts, sampling=sampling, source=source_of(target), revision=target.revision
             )
     num_answers = len(rows) * sampling.n
     with display.progress("comparing", len(runs) * num_answers) as advance:

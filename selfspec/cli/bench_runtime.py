@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.cli.options import DraftOptions, TargetOptions, command, quiet_libraries
-from selfspec.config import SamplingParams
+from selfspec.cli.options import command, quiet_libraries
+from selfspec.config import DraftOptions, SamplingParams, TargetOptions
+from selfspec.model.default_target import source_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,12 +49,14 @@ class Loaded:
 
 def load_for_bench(options: TargetOptions, drafters: str, draft: DraftOptions, expand_to: str | None) -> Loaded:
     """Load the target and the named drafters, separated by commas. `expand_to` names a shape to expand them all to."""
+    from selfspec.drafters.options import load_drafter_of, load_target
+
     quiet_libraries()
     named = [name.strip() for name in drafters.split(",")]
     names = [name for name in dict.fromkeys(named) if name not in ("", "none")]
-    source = options.load()
+    source = load_target(options)
     if expand_to is None:
-        return Loaded(source, {name: draft.load(name, source) for name in names}, options.source, [])
+        return Loaded(source, {name: load_drafter_of(draft, name, source) for name in names}, source_of(options), [])
 
     from selfspec.bench.compare import plain_twin
     from selfspec.bench.expand import ExpandedShape, expand, expanded_drafter, logit_gap, serve_expanded
@@ -173,7 +176,7 @@ def register(cli: typer.Typer) -> None:
         from selfspec.bench.runtime import measure_runtime
         from selfspec.cli import display
 
-        with display.stage(f"loading {target.source}") as show_stage:
+        with display.stage(f"loading {source_of(target)}") as show_stage:
             loaded = load_for_bench(target, drafters, draft, expand)
             report = measure_runtime(
                 loaded.target,

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from selfspec.cli.loading import load_quietly
-from selfspec.cli.options import DraftOptions, TargetOptions, command
-from selfspec.config import SamplingParams
+from selfspec.cli.options import command
+from selfspec.config import DraftOptions, SamplingParams, TargetOptions
+from selfspec.model.default_target import source_of
 from selfspec.traffic.prompt_files import OutputWriter, read_prompts
 
 DrafterOption = Annotated[
@@ -60,14 +61,15 @@ def generate(
         return
 
     from selfspec.cli import display
+    from selfspec.drafters.options import load_drafter_of
     from selfspec.loop.sequence import check_sampling
     from selfspec.traffic import answers as answering
 
-    with display.stage(f"loading {target.source}"):
+    with display.stage(f"loading {source_of(target)}"):
         model = load_quietly(target)
         check_sampling(model, sampling)
         settings: dict[str, Any] = {
-            "drafter": draft.load(drafter, model),
+            "drafter": load_drafter_of(draft, drafter, model),
             "sampling": sampling,
             "use_cost_guard": not draft.no_cost_guard,
         }
@@ -100,10 +102,11 @@ def chat(
     """
     from selfspec.cli import display
     from selfspec.cli.chat import converse
+    from selfspec.drafters.options import load_drafter_of
     from selfspec.loop.sequence import check_sampling
 
-    with display.stage(f"loading {target.source}"):
+    with display.stage(f"loading {source_of(target)}"):
         model = load_quietly(target)
         check_sampling(model, sampling)
-        loaded = draft.load(drafter, model)
+        loaded = load_drafter_of(draft, drafter, model)
     converse(model, drafter=loaded, sampling=sampling, use_cost_guard=not draft.no_cost_guard, system=system)

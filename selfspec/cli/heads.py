@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.cli.options import TargetOptions, command, quiet_libraries
+from selfspec.cli.loading import load_quietly
+from selfspec.cli.options import command
+from selfspec.config import TargetOptions
 from selfspec.traffic.prompt_files import PromptRow, read_prompts
 
 if TYPE_CHECKING:
@@ -55,7 +57,12 @@ def import_head(
 
     layers = tuple(map(int, feature_layers.split(","))) if feature_layers else None
     with display.stage(f"importing {source}"):
-        head = import_head(source, _load(target), Conventions(layers, norm_before_residual), revision=source_revision)
+        head = import_head(
+            source,
+            load_quietly(target, use_packing=False),
+            Conventions(layers, norm_before_residual),
+            revision=source_revision,
+        )
     if head is None:
         typer.echo(f"{source} is a model with the target's tokenizer and needs no import: --drafter draft_model:{source}")
         return
@@ -89,7 +96,7 @@ def export(
     from selfspec.interop import export_head
 
     with display.stage(f"exporting {head}"):
-        commands = export_head(head, _load(target), format, output)
+        commands = export_head(head, load_quietly(target, use_packing=False), format, output)
     typer.echo(f"{output}: written for {format}")
     for line in commands:
         typer.echo(line)
@@ -125,7 +132,7 @@ def verify_head(
     with display.stage(f"verifying {head}"):
         stored = load_as_stored(head)
         for adapter in adapters:
-            model = _load(replace(target, adapter=adapter), use_packing=True)
+            model = load_quietly(replace(target, adapter=adapter))
             prompts = [_prompt(row, model) for row in rows]
             reports[adapter] = verify_head(stored, model, prompts, max_new_tokens=max_new_tokens)
     for adapter, name in adapters.items():
@@ -150,9 +157,3 @@ def _prompt(row: PromptRow, target: "Target") -> "Prompt":
     if row.turns and not getattr(target.tokenizer, "chat_template", None):
         return row.turns[0]
     return row.prompt
-
-
-def _load(options: TargetOptions, *, use_packing: bool = False) -> "Target":
-    """Load the target. By default its weights stay as they are stored, because exports copy them."""
-    quiet_libraries()
-    return options.load(use_packing=use_packing)

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from selfspec.cli.options import TargetOptions, quiet_libraries
+from selfspec.cli.options import quiet_libraries
+from selfspec.config import TargetOptions
 from selfspec.model.default_target import default_target_path
 from selfspec.model.default_target import fetch as fetch_default_target
 
@@ -11,10 +12,16 @@ if TYPE_CHECKING:
     from selfspec.model.target import Target
 
 
-def load_quietly(options: TargetOptions) -> "Target":
-    """The target that the options name."""
+def load_quietly(options: TargetOptions, *, use_packing: bool = True) -> "Target":
+    """The target that the options name.
+
+    Args:
+        use_packing: lay its weights out for decoding; False keeps them as they are, for commands that write them.
+    """
+    from selfspec.drafters.options import load_target
+
     quiet_libraries()
-    return options.load()
+    return load_target(options, use_packing=use_packing)
 
 
 def fetch_quietly(directory: Path | None = None, gguf: Path | None = None) -> Path:

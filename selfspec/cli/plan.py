@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.cli.options import TargetOptions, command, quiet_libraries
+from selfspec.cli.options import command, quiet_libraries
+from selfspec.config import TargetOptions
+from selfspec.model.default_target import source_of
 
 if TYPE_CHECKING:
     from selfspec.plan.accelerators import Card
@@ -130,8 +132,8 @@ def register(cli: typer.Typer) -> None:
         from selfspec.plan.sizes import ModelSize, draft_size
 
         card = options.card(target.device)
-        with display.stage(f"reading {target.source}"):
-            model = ModelSize.of(target.source, revision=target.revision, dtype=target.dtype)
+        with display.stage(f"reading {source_of(target)}"):
+            model = ModelSize.of(source_of(target), revision=target.revision, dtype=target.dtype)
             draft = None if drafter == "none" else draft_size(drafter, model)
         prediction = make_plan(
             model, draft, options.acceptance(draft), card, batch_size=options.batch_size, context=options.context

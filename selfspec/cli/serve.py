@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from selfspec.cli.hosts import check_host, warn_if_open
-from selfspec.cli.options import DraftOptions, TargetOptions, command, quiet_libraries
+from selfspec.cli.options import command, quiet_libraries
+from selfspec.config import DraftOptions, TargetOptions
+from selfspec.model.default_target import source_of
 from selfspec.serve.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -44,20 +46,21 @@ def register(cli: typer.Typer) -> None:
                 "serving needs fastapi, uvicorn and prometheus-client: pip install 'selfspec[serve]'"
             ) from error
 
+        from selfspec.drafters.options import load_drafter_of, load_target
         from selfspec.serve.server import listen, run
         from selfspec.serve.service import Service
 
         quiet_libraries()
         capture = open_capture(options)
-        service = Service(target.source, options)
+        service = Service(source_of(target), options)
         if not service.api_keys:
             warn_if_open(host, "think of --api-key")
         listener = listen(host, port)
         url = f"http://{host}:{listener.getsockname()[1]}/v1"
 
         def load() -> None:
-            model = target.load()
-            loaded = [draft.load(spec, model) for spec in dict.fromkeys(drafter or ["ngram"])]
+            model = load_target(target)
+            loaded = [load_drafter_of(draft, spec, model) for spec in dict.fromkeys(drafter or ["ngram"])]
             drafters = [each for each in loaded if each is not None]
             service.open(model, drafters, use_cost_guard=not draft.no_cost_guard, capture=capture)
             typer.echo(f"{url} serves {service.name} (Ctrl-C ends it)")

@@ -18,7 +18,8 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        assert tokenizer is not None or not stop, "check_sampling refuses stop strings without a tokenizer"
+        if tokenizer is None and stop:
+            raise ValueError(f"stop={tuple(stop)!r} needs a tokenizer, and this target has none: use stop_token_ids")
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._ids: list[int] = []

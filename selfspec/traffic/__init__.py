@@ -1,1 +1,1 @@
-"""Text on its way to training: conversations, cleaning, redaction, the target's own answers, captured requests."""
+"""Conversations on their way to training: captured, read, cleaned, redacted, and answered by the target."""

@@ -1,4 +1,4 @@
-"""Prompt rows to result rows: what `selfspec generate` writes, one list of rows for each prompt, in order."""
+"""From prompt rows to the result rows that `selfspec generate` writes: one list for each prompt, in order."""
 
 import contextlib
 import itertools
@@ -13,7 +13,7 @@ from selfspec.traffic.prompt_files import PromptRow
 
 
 def encode_prompts(target: Target, rows: Sequence[PromptRow]) -> list[list[int]]:
-    """Token ids of every first turn; a prompt that the target cannot take is named before any is answered."""
+    """Token ids of every first turn. A prompt that the target cannot take is named before any is answered."""
     prompts = []
     for i, row in enumerate(rows):
         with _naming(row):
@@ -31,7 +31,11 @@ def answer_prompts(
     batch_size: int,
     use_cost_guard: bool,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Answers the encoded first turn of each row; `sampling.n` result rows for each."""
+    """Answer the encoded first turn of each row, with `sampling.n` result rows for each.
+
+    Args:
+        prompts: token ids, one list for each row.
+    """
     completions = generate_iter(
         target,
         prompts,
@@ -52,7 +56,7 @@ def answer_all_turns(
     sampling: SamplingParams,
     use_cost_guard: bool,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Answers each prompt turn by turn, each answer a part of the next turn's prompt; a result row for each turn."""
+    """Answer each prompt turn by turn, with a result row for each turn. Each answer is part of the next turn's prompt."""
     for row in rows:
         messages: list[dict[str, str]] = []
         results = []

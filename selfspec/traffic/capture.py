@@ -1,9 +1,8 @@
 """A log of real traffic, in the form that `selfspec data` reads: the way from serving back to training.
 
-Opt-in. A share of the conversations goes to JSON lines in a directory, which never holds more than it may: a full file is
-closed and a new one begun, and the oldest go. Writing happens on a thread of its own, and whatever goes wrong there costs
-log lines only. A line is written in one piece and never continued, so that a crash can tear the last one at most, which
-readers count and skip.
+The log is opt-in. A share of the conversations goes to JSON lines in a directory of bounded size: a full file is closed, a
+new one begun, and the oldest are deleted. A thread of its own writes, and an error there costs log lines only. A line is
+written in one piece and never continued, so a crash tears the last line at most, and readers count and skip that one.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from selfspec.traffic.conversations import Conversation
 
 logger = logging.getLogger(__name__)
 
-# How many conversations may wait to be written; further ones are dropped, lest a slow disk fill the memory.
+# Conversations that may wait to be written. More are dropped, because a slow disk must not fill the memory.
 MAX_WAITING = 1024
 PREFIX = "traffic-"
 
 
 class Capture:
-    """Writes conversations down.
+    """Writes conversations to a directory.
 
     Args:
-        directory: is made if need be, readable by its owner only.
-        share: of the conversations, how many to keep, 0 to 1.
-        max_bytes: the most that all files together may take; the oldest are deleted.
-        redact: what to do to a conversation before it is written, such as `selfspec.traffic.redact.Redactor`.
+        directory: made if needed, readable by its owner only.
+        share: share of the conversations to keep, above 0 and at most 1.
+        max_bytes: most bytes of all files together; the oldest files are deleted.
+        redact: applied to a conversation before it is written, such as `selfspec.traffic.redact.Redactor`.
 
     Raises:
         OSError: the directory cannot be written to.
@@ -68,7 +67,7 @@ class Capture:
         self._thread.start()
 
     def record(self, conversation: Conversation, facts: dict[str, Any]) -> None:
-        """Keep a conversation, if it falls into the share, with what is to be known of it. Never waits, never fails."""
+        """Keep a conversation and facts about it, if it falls into the share. Never waits, never fails."""
         if random.random() >= self.share:
             return
         try:
@@ -77,7 +76,7 @@ class Capture:
             self._drop("the disk is too slow")
 
     def close(self) -> None:
-        """Write what waits, and end."""
+        """Write the conversations that wait, and end."""
         self._records.put(None)
         self._thread.join()
         if self._file is not None:
@@ -101,30 +100,30 @@ class Capture:
         num_written = os.write(self._file, line)
         self._file_bytes += num_written
         if num_written < len(line):
-            # The rest must not be taken for a line of its own.
+            # The rest, in the same file, would look like a line of its own.
             os.close(self._file)
             self._file = None
             raise OSError("the disk is full")
         self.num_written += 1
 
     def _open_file(self) -> None:
-        """Begin a new file, and delete the oldest until there is room for it."""
+        """Begin a new file, and delete the oldest files until there is room for it."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
-        # An eighth of the room is the new file's.
+        # An eighth of the room is for the new file.
         room = self.max_bytes - self.max_bytes // 8
         for path in sorted(self.directory.glob(f"{PREFIX}*.jsonl"), reverse=True):
             room -= path.stat().st_size
             if room < 0:
                 path.unlink()
-        # Names sort by age, and two servers never share a file.
+        # Names sort by age, and no two servers share a file.
         name = f"{PREFIX}{time.time_ns():020d}-{os.getpid()}.jsonl"
         self._file = os.open(self.directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         self._file_bytes = 0
 
     def _drop(self, reason: str) -> None:
         self.num_dropped += 1
-        # Told again each time the number has doubled.
+        # Logged again each time the number has doubled.
         if self.num_dropped & (self.num_dropped - 1) == 0:
             logger.warning("%d conversations were not captured: %s", self.num_dropped, reason)

@@ -1,7 +1,7 @@
-"""Which conversations to train on: no evaluation prompt, no near-duplicate, and a held-out part of their own.
+"""Which conversations to train on: no evaluation prompts, no near-duplicates, and none that are held out.
 
-All three look at what the user says, since the answers are the target's to write. Words are runs of letters and digits in
-lower case, so that spacing and punctuation make no difference.
+All three look at what the user says, because the target writes the answers anew. Words are runs of letters and digits in
+lower case, so spacing and punctuation make no difference.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ Words = tuple[str, ...]
 
 
 def words(text: str) -> Words:
+    """A text's words, for comparison."""
     return tuple(re.findall(r"\w+", text.lower()))
 
 
 class Exclusion:
-    """User turns that must not be trained on: equal to one of these, or sharing a run of ten words with one."""
+    """Contains a conversation if one of its user turns equals an excluded one or shares a run of ten words with it."""
 
     def __init__(self, conversations: Iterable[Conversation]) -> None:
         turns = {words(turn) for conversation in conversations for turn in conversation.user_turns}
@@ -38,10 +39,10 @@ class Exclusion:
 
 
 class NearDuplicates:
-    """Remembers conversations, and knows one whose user says nearly the same: MinHash over runs of five words.
+    """Remembers conversations, and finds one whose user says nearly the same, by MinHash over runs of five words.
 
     Args:
-        similarity: the least Jaccard similarity, as estimated, at which two are the same.
+        similarity: least estimated Jaccard similarity of two that count as the same.
     """
 
     def __init__(self, similarity: float = 0.8) -> None:
@@ -57,7 +58,7 @@ class NearDuplicates:
         self._similarity = similarity
 
     def find(self, conversation: Conversation) -> str | None:
-        """The id of an earlier conversation like this one; None if there is none, and then this one is remembered."""
+        """The id of an earlier conversation like this one. If there is none: None, and this one is remembered."""
         spoken = words("\n".join(conversation.user_turns))
         shingles = set(_runs(spoken, SHINGLE_LENGTH)) or {spoken}
         own = self._new_hash(num_perm=NUM_PERMUTATIONS)
@@ -79,13 +80,24 @@ def clean(
     similarity: float = 0.8,
     redact: Callable[[Conversation], Conversation] | None = None,
 ) -> Iterator[Conversation]:
-    """The conversations that are neither excluded nor nearly the same as an earlier one, redacted if that is asked for."""
-    exclusion, duplicates = Exclusion(excluded), NearDuplicates(similarity)
+    """The conversations that are neither excluded nor near-duplicates of earlier ones, redacted if asked for."""
+    # Made here and not in the generator, because their errors should show before a target is loaded.
+    return _clean(conversations, report, Exclusion(excluded), NearDuplicates(similarity), redact)
+
+
+def _clean(
+    conversations: Iterable[Conversation],
+    report: Report,
+    exclusion: Exclusion,
+    duplicates: NearDuplicates,
+    redact: Callable[[Conversation], Conversation] | None,
+) -> Iterator[Conversation]:
     for conversation in conversations:
         if conversation in exclusion:
             report.skip("excluded", f"{conversation.id}: {conversation.user_turns[0][:80]}")
             continue
-        # Evaluation prompts are known by their words; two that differ in nothing but a name become the same.
+        # Redacted in between: evaluation prompts are recognised by their words, and two prompts that differ only in a name
+        # become duplicates.
         if redact is not None:
             conversation = redact(conversation)
         if (other := duplicates.find(conversation)) is not None:
@@ -96,7 +108,7 @@ def clean(
 
 
 def is_held_out(conversation: Conversation, fraction: float) -> bool:
-    """Whether this conversation is in the held-out part; decided by what its user says alone."""
+    """Whether this conversation is held out. Only what its user says decides."""
     digest = hashlib.blake2b(" ".join(words("\n".join(conversation.user_turns))).encode(), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
 

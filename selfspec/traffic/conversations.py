@@ -1,8 +1,7 @@
-"""Conversations, and the rows that people have them in.
+"""Conversations, and the forms of rows that people store them in.
 
-A row is one of: `messages` (OpenAI chat), `conversations` (ShareGPT: from and value), `turns` (what a user says, turn by
-turn), `prompt` or `text` (one user turn). A row that cannot be used is never fatal and never silent: the report counts it by
-its reason.
+A row has one of: `messages` (OpenAI chat), `conversations` (ShareGPT: from and value), `turns` (what a user says, turn by
+turn), `prompt` or `text` (one user turn). A row that cannot be used is skipped, and the report counts it under its reason.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-# `role` and `content`; where a turn calls a tool or answers a call, its fields; `weight` 0 for an answer not to train on.
+# `role` and `content`; the fields of a tool's call or result, if it is one; `weight` 0 for an answer not to train on.
 Message = dict[str, Any]
 
 FORMS = ("messages", "conversations", "turns", "prompt", "text")
@@ -34,12 +33,12 @@ ROLES = {
     "function_response": "tool",
     "observation": "tool",
 }
-# Of every reason for which rows are skipped.
+# Examples kept for each reason to skip a row.
 NUM_EXAMPLES = 3
 
 
 class BadRow(ValueError):
-    """A row that cannot be used; the message is the reason it is counted under."""
+    """A row that cannot be used. The message is the reason that it is counted under."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Conversation:
     """Messages in the order they were said.
 
     Attributes:
-        finish_reason: how the last answer ended, where the target wrote it: `stop` or `length`.
+        finish_reason: how the last answer ended if the target wrote it: `stop` or `length`.
     """
 
     id: str
@@ -57,17 +56,18 @@ class Conversation:
 
     @property
     def user_turns(self) -> list[str]:
+        """What the user says, turn by turn."""
         return [message["content"] for message in self.messages if message["role"] == "user"]
 
     def record(self) -> dict[str, Any]:
-        """The line of a data file."""
+        """The conversation as a row of a data file."""
         record = {"id": self.id, "category": self.category, "messages": self.messages, "finish_reason": self.finish_reason}
         return {key: value for key, value in record.items() if value is not None}
 
 
 @dataclass
 class Report:
-    """What became of the rows: kept, or skipped for a reason, with the first places of each reason."""
+    """How many rows were kept and how many skipped for each reason, with the places of the first ones."""
 
     num_kept: int = 0
     forms: Counter[str] = field(default_factory=Counter)
@@ -75,18 +75,23 @@ class Report:
     examples: dict[str, list[str]] = field(default_factory=dict)
 
     def skip(self, reason: str, place: str) -> None:
+        """Count a row that is skipped."""
         self.skipped[reason] += 1
         examples = self.examples.setdefault(reason, [])
         if len(examples) < NUM_EXAMPLES:
             examples.append(place)
 
     def record(self) -> dict[str, Any]:
-        """The report as JSON has it."""
+        """The report as an object for JSON."""
         return {"kept": self.num_kept, "forms": self.forms, "skipped": self.skipped, "examples": self.examples}
 
 
 def parse(record: object, default_id: str) -> tuple[str, Conversation]:
-    """A row's form and its conversation."""
+    """A row's form and its conversation.
+
+    Raises:
+        BadRow: the row cannot be used.
+    """
     if not isinstance(record, dict):
         raise BadRow("not an object")
     form = next((form for form in FORMS if record.get(form) is not None), None)
@@ -112,7 +117,7 @@ def parse(record: object, default_id: str) -> tuple[str, Conversation]:
     try:
         json.dumps(conversation.record(), ensure_ascii=False).encode()
     except (ValueError, TypeError):
-        raise BadRow("not to be written as UTF-8 JSON") from None
+        raise BadRow("cannot be written as UTF-8 JSON") from None
     return form, conversation
 
 

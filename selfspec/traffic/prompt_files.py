@@ -1,7 +1,7 @@
-"""Prompt files in, result files out: JSON lines, one record a line, in the same order.
+"""Prompt files in, result files out: JSON lines in the same order.
 
 A prompt row is `{"id", "prompt": TEXT}`, `{"id", "messages": [{"role", "content"}, ...]}` or
-`{"id", "turns": [TEXT, ...]}` (what a user says, turn by turn). A result is on disk as soon as it is finished, and an
+`{"id", "turns": [TEXT, ...]}` (what a user says, turn by turn). Every result is written as soon as it is finished, and an
 interrupted file can be resumed.
 """
 
@@ -26,7 +26,11 @@ class PromptRow:
 
 
 def read_prompts(path: Path) -> list[PromptRow]:
-    """All rows of a prompt file. A row without an id gets its line number; blank lines are skipped."""
+    """All rows of a prompt file. Blank lines are skipped.
+
+    Raises:
+        ValueError: a row cannot be used, or there is none; the sentence names the line.
+    """
     rows: list[PromptRow] = []
     line_of_id: dict[str | int, int] = {}
     for number, line in _numbered_lines(path):
@@ -44,7 +48,7 @@ def read_prompts(path: Path) -> list[PromptRow]:
 
 
 def parse_prompt(line: bytes, number: int) -> PromptRow:
-    """The row in one line; `number` is its id if it has none."""
+    """The row in one line. A row without an id gets the line's `number`."""
     try:
         record = json.loads(line)
     except UnicodeDecodeError as error:
@@ -86,7 +90,7 @@ def _check_text(value: object, name: str) -> None:
 
 
 def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank. Only a newline ends one: text may hold other separators."""
+    """The lines that are not blank. Only a newline ends a line, because text may hold other separators."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -97,14 +101,14 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 class OutputWriter:
-    """Appends the result rows of one prompt after another to a file, each prompt's at once and flushed.
+    """Appends result rows to a file, prompt by prompt, and flushes after each prompt.
 
     Args:
         path: the file. Unless `overwrite` or `resume` is set, it must be absent or empty.
-        num_rows: how many rows each prompt id will have, in the order of the prompts.
-        overwrite: start the file afresh.
-        resume: keep what is there and list its ids in `finished`. A last prompt that is incomplete (a line or a row is
-            missing, as after a crash) is dropped from the file, to be done again.
+        num_rows: how many rows each prompt id will have.
+        overwrite: replace what is in the file.
+        resume: keep what is in the file and list its ids in `finished`. If the last prompt is incomplete (a line or a row is
+            missing, as after a crash), it is dropped from the file and left to do again.
 
     Nothing on disk changes before the `with` statement is entered.
     """
@@ -124,11 +128,11 @@ class OutputWriter:
         if overwrite or not path.exists() or path.stat().st_size == 0:
             return
         if not resume:
-            raise ValueError(f"{path} holds results already: pass --resume to go on with it, or --overwrite")
+            raise ValueError(f"{path} holds results already: pass --resume to continue it, or --overwrite")
         self._find_finished(num_rows)
 
     def _find_finished(self, num_rows: Mapping[str | int, int]) -> None:
-        # What stands after the last newline was cut off by a crash.
+        # A crash cut off what follows the last newline.
         lines = self.path.read_bytes().split(b"\n")[:-1]
         groups = [(row_id, list(group)) for row_id, group in itertools.groupby(lines, key=_id_of_result)]
         for i, (row_id, group) in enumerate(groups):
@@ -152,7 +156,7 @@ class OutputWriter:
         self._file.close()
 
     def write(self, rows: list[dict[str, Any]]) -> None:
-        """Appends all rows of one prompt."""
+        """Append all rows of one prompt."""
         assert self._file is not None, "enter the writer first"
         self._file.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
         self._file.flush()

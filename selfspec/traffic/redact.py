@@ -1,9 +1,9 @@
-"""Personal data out of conversations, with placeholders such as <EMAIL_ADDRESS> in its place.
+"""Replaces personal data in conversations by placeholders such as <EMAIL_ADDRESS>.
 
-Microsoft Presidio finds it (https://microsoft.github.io/presidio): by patterns, with their checksums and with the words
-before them ("ssn", "passport"), which needs no model; names of people and places by a spaCy model, where one is given. What
-tells nobody who somebody is stays: dates, links, UUIDs, organisations, nationalities, addresses in private networks. So do
-roles, ids, and the form of a call of a tool.
+Microsoft Presidio (https://microsoft.github.io/presidio) finds most of it without a model, by patterns, their checksums and
+the words before them ("ssn", "passport"). If a spaCy model is given, it finds the names of people and places. Data that
+identifies nobody stays: dates, links, UUIDs, organisations, nationalities, addresses in private networks. Roles, ids and the
+form of a tool's call stay, too.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from tldextract import TLDExtract
 from selfspec.traffic.conversations import Conversation, Message
 
 LANGUAGE = "en"
-# What spaCy's models, of English and of other languages, call people and places.
+# Labels of people and places in spaCy's models, of English and of other languages.
 NAME_LABELS = {"PERSON", "PER", "GPE", "LOC"}
-# The score of a telephone number, and of a weak pattern (nine digits) after a word that speaks for it.
+# The score of a telephone number, and of a weak pattern (nine digits) after a word that supports it.
 THRESHOLD = 0.4
-# Of phonenumbers' leniencies, the least that does not take a date between two numbers for a telephone number.
+# The most lenient of phonenumbers' settings that does not take a date between two numbers for a telephone number.
 STRICT_GROUPING = 2
-# Years are numbers of pagers in Germany.
+# Shorter numbers are often something else: in Germany, years are valid numbers of pagers.
 MIN_PHONE_DIGITS = 7
-# The addresses of IPv6 that are given to anyone. `x[1::2]` and the `a::b` of C++ are addresses too, but not among them.
+# The IPv6 addresses that are assigned to anyone. `x[1::2]` and the `a::b` of C++ are addresses too, but outside this range.
 PUBLIC_IPV6 = ipaddress.IPv6Network("2000::/3")
 
 
 class Redactor:
-    """Replaces personal data in conversations, and counts by its kind what it replaced.
+    """Replaces personal data in conversations, and counts the replacements of each kind.
 
     Args:
-        model: name or folder of an installed spaCy model that finds names; None for patterns alone.
+        model: name or folder of an installed spaCy model that finds names; None uses patterns alone.
 
     Raises:
         ValueError: there is no such model.
@@ -70,7 +70,7 @@ class Redactor:
             registry=RecognizerRegistry(_recognizers(), supported_languages=[LANGUAGE]),
             nlp_engine=_Pipeline(model),
             default_score_threshold=THRESHOLD,
-            # By default the "lic" before a licence's number is found in "click".
+            # By default "click" counts as the "lic" that may precede a licence's number.
             context_aware_enhancer=LemmaContextAwareEnhancer(context_matching_mode="whole_word"),
         )
 
@@ -78,10 +78,10 @@ class Redactor:
         return replace(conversation, messages=[self._message(message) for message in conversation.messages])
 
     def text(self, text: str) -> str:
-        """The text with a placeholder for each piece of personal data; where two overlap, one for both."""
+        """The text with a placeholder for each piece of personal data. Two pieces that overlap get one placeholder."""
         found = self._analyzer.analyze(text, LANGUAGE)
         pieces, end = [], 0
-        # Of those that begin together the surest gives the name.
+        # Of pieces that begin together, the most certain one names the placeholder.
         for entity in sorted(found, key=lambda e: (e.start, -e.score, e.entity_type)):
             if entity.start >= end:
                 pieces += [text[end : entity.start], f"<{entity.entity_type}>"]
@@ -96,7 +96,7 @@ class Redactor:
         return redacted
 
     def _calls(self, value: Any) -> Any:
-        """Calls of tools, with nothing but their arguments changed."""
+        """A tool's calls, with nothing but their arguments changed."""
         if isinstance(value, list):
             return [self._calls(item) for item in value]
         if isinstance(value, dict):
@@ -104,7 +104,7 @@ class Redactor:
         return value
 
     def _arguments(self, value: Any) -> Any:
-        """A call's arguments, as an object or as JSON in a string: what was valid JSON still is."""
+        """A call's arguments, an object or a string of JSON. Valid JSON stays valid."""
         try:
             parsed = json.loads(value)
         except (TypeError, ValueError):
@@ -122,7 +122,7 @@ class Redactor:
 
 
 def _recognizers() -> list[EntityRecognizer]:
-    """All that Presidio has on for English, but dates, links and UUIDs."""
+    """All recognizers that Presidio enables for English, except those for dates, links and UUIDs."""
     return [
         _Email(),
         _Phone(leniency=STRICT_GROUPING),
@@ -143,7 +143,7 @@ def _recognizers() -> list[EntityRecognizer]:
 
 
 class _Email(EmailRecognizer):
-    """Presidio's fetches the list of domains from the network, and misses addresses in the query of a link."""
+    """Presidio's own downloads the list of domains, and misses addresses in a link's query."""
 
     extract = TLDExtract(suffix_list_urls=(), cache_dir=None)
 
@@ -152,7 +152,7 @@ class _Email(EmailRecognizer):
 
 
 class _Phone(PhoneRecognizer):
-    """Presidio's takes numbers of any length."""
+    """Presidio's own accepts numbers of any length."""
 
     def analyze(self, text: str, *args: Any, **kwargs: Any) -> list[RecognizerResult]:
         found = super().analyze(text, *args, **kwargs)
@@ -160,7 +160,7 @@ class _Phone(PhoneRecognizer):
 
 
 class _PublicIp(IpRecognizer):
-    """Presidio's takes addresses that are nobody's in particular, too."""
+    """Presidio's own also accepts addresses that belong to nobody in particular."""
 
     def invalidate_result(self, pattern_text: str) -> bool:
         try:
@@ -172,13 +172,13 @@ class _PublicIp(IpRecognizer):
 
 
 class _Pipeline(SpacyNlpEngine):
-    """Words for Presidio's context, and names where there is a model."""
+    """Gives Presidio the words for its context and, if there is a model, the names."""
 
     nlp: Any
 
     def __init__(self, model: str | None) -> None:
         try:
-            # Taggers and parsers take most of the time and find nothing.
+            # Taggers and parsers take most of the time and find no names.
             nlp = spacy.blank(LANGUAGE) if model is None else spacy.load(model, exclude=["tagger", "parser", "lemmatizer"])
         except OSError as error:
             raise ValueError(
@@ -187,16 +187,16 @@ class _Pipeline(SpacyNlpEngine):
         tokenize = nlp.tokenizer
 
         def tokenize_with_lemmas(text: str) -> Doc:
-            # Presidio compares lemmas with its context words, and there is no lemmatizer.
+            # Presidio compares its context words with lemmas, and there is no lemmatizer.
             doc = tokenize(text)
             for token in doc:
                 token.lemma_ = token.lower_
             return doc
 
         nlp.tokenizer = tokenize_with_lemmas
-        # The limit is there for parsers.
+        # The limit exists for parsers.
         nlp.max_length = sys.maxsize
         labels = {label for pipe_labels in nlp.pipe_labels.values() for label in pipe_labels}
-        # Presidio warns at every entity whose label it does not know, unless it is told to ignore it.
+        # Otherwise Presidio warns of every entity whose label it does not know.
         super().__init__(ner_model_configuration=NerModelConfiguration(labels_to_ignore=labels - NAME_LABELS))
         self.nlp = {LANGUAGE: nlp}

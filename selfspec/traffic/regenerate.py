@@ -1,7 +1,7 @@
-"""The target writes the answers anew: heads learn to foresee what the target says, and only its own words show that.
+"""The target writes all answers anew, because heads learn to predict what the target says, and only its own text shows that.
 
-Conversations are decoded together. The turns of one follow each other, each on top of the answers written before it; a
-conversation is yielded as soon as it is complete.
+Conversations are decoded together. The turns of a conversation are answered in order, each after the answers written before
+it. A conversation is yielded as soon as it is complete.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class _Work:
     """A conversation being answered.
 
     Attributes:
-        turns: for each answer still to come, the messages before it that are not yet said.
-        messages: what is said so far.
-        prompt: the token ids of `messages` with the answer's header open.
+        turns: for each answer still to write, the messages between the answer before and this one.
+        messages: the conversation so far.
+        prompt: token ids of `messages` with the answer's header open.
     """
 
     conversation: Conversation
@@ -38,12 +38,13 @@ class _Work:
     finish_reason: str | None = None
 
     def add(self, completion: Completion) -> None:
+        """Append an answer."""
         self.messages = [*self.messages, {"role": "assistant", "content": completion.text}]
         self.finish_reason = completion.finish_reason
         self.num_answers += 1
 
     def goes_on(self, target: Target, report: Report) -> bool:
-        """Says what comes before the next answer; False where no other answer can be written."""
+        """Append what comes before the next answer; False if no other answer can be written."""
         if not self.turns:
             return False
         messages = [*self.messages, *self.turns.popleft()]
@@ -64,7 +65,7 @@ class _Work:
         return True
 
     def settings(self, sampling: SamplingParams) -> SamplingParams:
-        """A seed of its own for every answer: one seed for all would draw the same numbers in each of them."""
+        """The settings with a seed for this answer alone, because one seed for all would draw the same numbers in each."""
         return sampling.with_(seed=seed_for(sampling.seed, f"{self.conversation.id}/{self.num_answers}"))
 
     def result(self) -> Conversation:
@@ -81,9 +82,9 @@ def regenerate(
     batch_size: int = 1,
     last_turn_only: bool = False,
 ) -> Iterator[Conversation]:
-    """Conversations with the answers that `turns_to_answer` leaves out written by the target.
+    """The conversations, with their answers written by the target (see `turns_to_answer`).
 
-    A conversation ends with an answer that `max_new_tokens` cut, and before a turn that leaves no room in the context; the
+    A conversation ends after an answer that `max_new_tokens` cut, and before a turn that leaves no room in the context. The
     report counts both. With a seed, an answer depends on its own conversation alone.
     """
     check_sampling(sampling)
@@ -105,7 +106,7 @@ def regenerate(
             else:
                 report.num_kept += 1
                 yield work.result()
-        # The last ones to be handed out may go on: they are a batch of their own.
+        # Conversations that go on after the prompts have run out form another batch.
         if not going_on:
             return
 
@@ -117,7 +118,7 @@ def _hand_out(
     in_flight: list[_Work],
     settings: list[SamplingParams],
 ) -> Iterator[list[int]]:
-    """A prompt whenever a place in the batch is free: conversations that go on come first, so that few are open."""
+    """A prompt whenever a place in the batch is free. Conversations that go on come first, which keeps few open."""
     while (work := going_on.popleft() if going_on else next(fresh, None)) is not None:
         in_flight.append(work)
         settings.append(work.settings(sampling))
@@ -125,10 +126,10 @@ def _hand_out(
 
 
 def turns_to_answer(messages: list[Message], *, last_only: bool = False) -> list[list[Message]]:
-    """For each answer to write, the messages that come before it and after the answer before.
+    """For each answer to write, the messages between the answer before and this one.
 
-    Every user turn and every tool's result gets an answer. Kept as they are, with weight 0, are answers that called a tool,
-    since the result belongs to that call, and with `last_only` all answers but the last.
+    Every user turn and every tool's result gets an answer. An answer that called a tool is kept, because the result belongs
+    to that call; with `last_only` all answers but the last are kept. Kept answers get weight 0.
     """
     roles = [message["role"] for message in messages]
     calls = [role == "assistant" and roles[i + 1 : i + 2] == ["tool"] for i, role in enumerate(roles)]
@@ -152,13 +153,13 @@ def _kept(message: Message) -> Message:
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Refuse what would end an answer other than the target does, or give more than one."""
+    """Refuse settings that end an answer where the target would not, or that give more than one answer."""
     if sampling != sampling.with_(n=1, stop=(), stop_token_ids=(), ignore_eos=False, logprobs=False):
         raise ValueError("training takes one whole answer a prompt: leave out n, stop, stop_token_ids, ignore_eos, logprobs")
 
 
 def seed_for(seed: int | None, name: str) -> int | None:
-    """A seed of its own for whatever is named; None stays None."""
+    """A seed for what `name` names, derived from `seed`; None stays None."""
     if seed is None:
         return None
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), signed=True)

@@ -1,13 +1,13 @@
-"""Prompts from the target itself: with a bare user header before it, a chat model writes what a user would say.
+"""Prompts from the target itself: after a bare user header, a chat model writes what a user would say.
 
-As in Magpie, https://arxiv.org/abs/2406.08464. It writes what it was trained on, which is as near as one comes to that data.
+The method is Magpie's, https://arxiv.org/abs/2406.08464. The prompts resemble the data that the target was trained on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
-from selfspec.api import generate_iter
+from selfspec.api import Completion, generate_iter
 from selfspec.config import SamplingParams
 from selfspec.loop.drafter import Drafter
 from selfspec.model.target import Target
@@ -29,17 +29,17 @@ def self_prompts(
     batch_size: int = 1,
     known: Collection[str] = (),
 ) -> Iterator[Conversation]:
-    """Conversations of one user turn, with ids `self-NUMBER`; empty, short, cut and repeated ones are only in the report.
+    """Conversations of one user turn, with ids `self-NUMBER`. Short, cut and repeated prompts are only in the report.
 
     Args:
-        numbers: which prompts to draw; the seed of each comes from its number.
+        numbers: which prompts to draw; each number decides its prompt's seed.
         known: prompts not to repeat.
+
+    Raises:
+        ValueError: sampling settings that cannot be used, or a chat template that does not lead the target to a user turn.
     """
-    check_sampling(sampling)
-    if sampling.is_greedy:
-        raise ValueError("greedy decoding would write the same prompt every time: pass a --temperature above 0")
+    check_drawing(sampling)
     header, ending = _header(target), _ending(target, sampling)
-    seen = {words(prompt) for prompt in known}
     completions = generate_iter(
         target,
         [header] * len(numbers),
@@ -47,7 +47,20 @@ def self_prompts(
         sampling=[ending.with_(seed=seed_for(sampling.seed, f"self-{number}")) for number in numbers],
         batch_size=batch_size,
     )
-    for number, completion in zip(numbers, completions, strict=True):
+    return _usable(zip(numbers, completions, strict=True), report, {words(prompt) for prompt in known})
+
+
+def check_drawing(sampling: SamplingParams) -> None:
+    """Refuse settings that would not draw different, whole prompts."""
+    check_sampling(sampling)
+    if sampling.is_greedy:
+        raise ValueError("greedy decoding would write the same prompt every time: pass a --temperature above 0")
+
+
+def _usable(
+    completions: Iterable[tuple[int, Completion]], report: Report, seen: set[tuple[str, ...]]
+) -> Iterator[Conversation]:
+    for number, completion in completions:
         name, text = f"self-{number}", completion.text.strip()
         spoken = words(text)
         if completion.finish_reason == "length":
@@ -63,7 +76,7 @@ def self_prompts(
 
 
 def _header(target: Target) -> list[int]:
-    """What the template writes before the first user turn."""
+    """Token ids of what the template writes before the first user turn."""
     header = render(target.tokenizer, [{"role": "user", "content": PROBE}]).partition(PROBE)[0]
     token_ids = target.tokenizer(header, add_special_tokens=False)["input_ids"]
     if not token_ids:
@@ -72,7 +85,7 @@ def _header(target: Target) -> list[int]:
 
 
 def _ending(target: Target, sampling: SamplingParams) -> SamplingParams:
-    """Settings that also end where the template ends a user turn."""
+    """The settings, with an end where the template ends a user turn."""
     closing = closing_after(target.tokenizer, [], "user")
     token = first_added_token(target.tokenizer, closing)
     if token is not None:

@@ -1,6 +1,6 @@
 """Where conversations come from: JSON lines, a JSON list, plain text, Parquet, Arrow, directories of them, the Hub.
 
-Of plain text every line is a user turn, and in a directory every file is one.
+Every line of a text file is a user turn; in a directory, every text file is one.
 """
 
 from __future__ import annotations
@@ -17,17 +17,27 @@ from selfspec.traffic.conversations import BadRow, Conversation, Report, parse
 TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", *TABLES)
 
-# A row's place, what decodes it, and the row.
+# A row's place, the function that decodes the row, and the row.
 Row = tuple[str, Callable[[Any], object], Any]
+
+
+def check_sources(sources: Iterable[str | Path]) -> None:
+    """Raise a ValueError for a source that is neither a file to read, nor a directory, nor the id of a dataset."""
+    for source in sources:
+        path = Path(source)
+        if not path.exists():
+            _hub_dataset(str(source))
+        elif path.is_file() and path.suffix not in SUFFIXES:
+            raise _unknown_format(path)
 
 
 def read_conversations(sources: Iterable[str | Path], report: Report) -> Iterator[Conversation]:
     """The conversations of files, of all files in a directory, and of datasets of the Hub (`ID[:CONFIG][:SPLIT]`).
 
-    Ids are made unique: a second `a` becomes `a#2`, and a row without an id gets its file's name and its number.
+    Ids are made unique: a second `a` becomes `a#2`. A row without an id gets its file's name and its number.
 
     Raises:
-        ValueError: nothing is there, or its format is not known.
+        ValueError: a source does not exist, or its format is not known.
     """
     unique_id = _UniqueIds()
     for place, decode, raw in (row for source in sources for row in _open(source, report)):
@@ -42,7 +52,7 @@ def read_conversations(sources: Iterable[str | Path], report: Report) -> Iterato
 
 
 class _UniqueIds:
-    """Gives every id as it is the first time, and with a number from then on."""
+    """Returns an id as it is the first time, and with a number from then on."""
 
     def __init__(self) -> None:
         self.num_seen: Counter[str] = Counter()
@@ -57,7 +67,7 @@ class _UniqueIds:
 
 
 def _open(source: str | Path, report: Report) -> Iterator[Row]:
-    """Every row with its place and with what decodes it."""
+    """Every row, with its place and the function that decodes it."""
     path = Path(source)
     if path.is_dir():
         for file in sorted(file for file in path.rglob("*") if file.is_file()):
@@ -81,11 +91,15 @@ def _open(source: str | Path, report: Report) -> Iterator[Row]:
                 if line := line.removeprefix(b"\xef\xbb\xbf").strip():
                     yield f"{path.name}:{number}", decode, line
     else:
-        raise ValueError(f"{path} has a name of no known format: call it {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+        raise _unknown_format(path)
+
+
+def _unknown_format(path: Path) -> ValueError:
+    return ValueError(f"{path} has a name of no known format: call it {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
 
 
 def _whole_json(path: Path) -> list[object] | None:
-    """A JSON file's rows; None where it is not one JSON text, as where it has a row on each line."""
+    """A JSON file's rows; None if the file is not one JSON text, for example because it has a row on each line."""
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError):

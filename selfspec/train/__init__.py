@@ -1,1 +1,1 @@
-"""What the recipes share: conversations in, answers of the target's own, tokens with a loss mask, packed rows."""
+"""What the recipes share: settings, packed rows, losses, the training loop, evaluation, checkpoints and cards."""

@@ -1,4 +1,4 @@
-"""The model card of a trained head: what it drafts for, what it was trained on, how much of its drafts is accepted."""
+"""The model card of a trained head: its target, its training, and how many of its drafts are accepted."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from selfspec.plan.cards import CardFigures, eval_results
 from selfspec.train.evaluation import AcceptanceReport
 
 CARD_NAME = "README.md"
@@ -20,12 +22,13 @@ class CardFacts:
     """What a card says.
 
     Attributes:
-        kind: the drafter that serves it, as in `--drafter KIND:PATH`.
+        kind: the drafter that serves the head, as in `--drafter KIND:PATH`.
         target: Hub id of the target, or the name of its folder.
-        data: what it was trained on, one line of a list each; so is `training`.
-        data_files, eval_file: names without their folders.
-        command: the line that trained it.
-        versions: of the packages that matter, by name.
+        data, training: what the head was trained on, and how; each entry is a line of a list.
+        eval_file: name of the evaluation's prompt file, without its folder.
+        num_eval_tokens: most tokens decoded for each of its prompts.
+        command: the command that trained the head.
+        versions: versions of the packages that matter, by name.
     """
 
     kind: str
@@ -41,8 +44,18 @@ class CardFacts:
 
 
 def write_card(directory: Path, facts: CardFacts) -> None:
-    """Write the card into a head's folder."""
+    """Write the card into a head's folder. `selfspec plan` reads the acceptance from its metadata."""
+    measured: dict[str, Any] = {}
+    report = facts.acceptance
+    if report is not None:
+        depth = len(report.rates)
+        figures = CardFigures(report.length, tuple(report.rates), depth=depth, num_nodes=report.num_nodes)
+        measured = {
+            "model_name": f"{facts.kind} head for {re.sub('.*/', '', facts.target)}",
+            "eval_results": eval_results(facts.eval_file or "prompts", figures, report.lengths),
+        }
     data = ModelCardData(
+        **measured,
         library_name="selfspec",
         base_model=facts.target,
         base_model_relation="adapter",
@@ -52,13 +65,13 @@ def write_card(directory: Path, facts: CardFacts) -> None:
 
 
 def without_token(arguments: Sequence[str]) -> list[str]:
-    """A command line as it may be written down: nobody's access token is in it."""
+    """A command line without access tokens."""
     hidden = ["…" if re.fullmatch("--hub.token", before) else now for before, now in pairwise(["", *arguments])]
     return [re.sub("^(--hub.token=).*", r"\1…", argument) for argument in hidden]
 
 
 def public_command(arguments: Sequence[str]) -> str:
-    """A command line as others may see it: without a token, and without the folders of the machine it ran on."""
+    """A command line for others to see: without access tokens, and without the folders of the machine it ran on."""
     parts = [argument.rpartition("=") for argument in without_token(arguments)]
     return " ".join(
         name + equals + (Path(value).name if Path(value).is_absolute() else value) for name, equals, value in parts

@@ -1,7 +1,7 @@
-"""Which checkpoint a run goes on from: the newest whole one in its output folder, and only of the same head and target.
+"""Which checkpoint a run continues from: the newest whole one in its output folder, of the same head and target.
 
-The trainer writes a checkpoint elsewhere and moves it to its name when all of it is there. What a full disk, a copy or a
-power cut damaged afterwards is noticed here, before transformers loads half of it without a word.
+The trainer writes a checkpoint elsewhere and moves it to its name when it is complete. Damage done afterwards, by a full
+disk, a copy or a power cut, is noticed here, because transformers would load half a checkpoint without a word.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from selfspec.heads.base import HeadConfig
 
 logger = logging.getLogger(__name__)
 
-# Checkpoints in the making. Inside the output folder, so that moving one out is a rename.
+# Folder of checkpoints being written. It is inside the output folder, because moving one out is then a rename.
 PARTIAL = "partial"
 IDENTITY_NAME = "identity.json"
 
-# A part may be a file or, of a sharded head, a folder.
+# A part may be a file or, if the head is sharded, a folder.
 PARTS = ("*model*", "optimizer*", "scheduler.pt", "rng_state*", "trainer_state.json")
 
 
 def last_checkpoint(output_dir: Path) -> Path | None:
-    """The newest whole checkpoint; damaged ones are passed over with a warning."""
+    """The newest whole checkpoint. Damaged ones are passed over with a warning."""
     for checkpoint in _newest_first(output_dir):
         damage = find_damage(checkpoint)
         if damage is None:
@@ -37,7 +37,7 @@ def last_checkpoint(output_dir: Path) -> Path | None:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """What a checkpoint lacks, or None if it is whole."""
+    """What is missing from a checkpoint; None if it is whole."""
     for part in PARTS:
         if not any(checkpoint.glob(part)):
             return f"it has no {part}"
@@ -48,10 +48,13 @@ def find_damage(checkpoint: Path) -> str | None:
 
 
 def check_identity(output_dir: Path, config: HeadConfig, *, is_writer: bool) -> None:
-    """Refuse an output folder that another head or target began; a new one is marked as this head's by the writer.
+    """Refuse an output folder that belongs to another head or target. A new folder becomes this head's.
+
+    Args:
+        is_writer: whether this process marks a new folder.
 
     Raises:
-        ValueError: the sentence names the first difference.
+        ValueError: the folder is another's; the sentence names the first difference.
     """
     file = output_dir / IDENTITY_NAME
     remedy = "choose another --output_dir, or remove it"
@@ -84,7 +87,7 @@ def _newest_first(output_dir: Path) -> list[Path]:
 
 
 def _is_cut_off(file: Path) -> bool:
-    """Whether a file's end is missing: torch's files end in a zip directory, safetensors know their length."""
+    """Whether a file's end is missing: torch's files end in a zip directory, and safetensors files know their length."""
     try:
         if file.suffix in (".pt", ".pth", ".bin"):
             return not zipfile.is_zipfile(file)

@@ -1,4 +1,4 @@
-"""What a head is worth: prompts decoded for real, greedily, and how deep its drafts held."""
+"""How well a head drafts: prompts are decoded greedily, as in serving, and accepted drafts are counted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCH_SIZES = (16, 8, 4, 2, 1)
 
 @dataclass(frozen=True)
 class EvalPrompt:
-    """A prompt to decode, and the task it belongs to."""
+    """A prompt to decode, and its task."""
 
     token_ids: list[int]
     category: str | None = None
@@ -30,7 +30,7 @@ class EvalPrompt:
 
 @dataclass(frozen=True)
 class EvalPrompts:
-    """Those decoded at every evaluation during training, and those of the last one; the same if there are no others."""
+    """Prompts of every evaluation during training, and of the last one (the same ones if no others are given)."""
 
     held_out: list[EvalPrompt]
     final: list[EvalPrompt]
@@ -42,8 +42,9 @@ class AcceptanceReport:
 
     Attributes:
         length: acceptance length, tokens emitted per target pass, the bonus token included.
-        rates: for each depth d from 1 on, of the passes that drafted d deep, the share that accepted at least d tokens.
-        lengths: acceptance length of each task, where the prompts name one.
+        rates: for each depth d from 1, the share of the passes that drafted to depth d which accepted at least d tokens.
+        lengths: acceptance length of each task that the prompts name.
+        num_nodes: the most nodes of a candidate tree, root included.
     """
 
     num_prompts: int
@@ -51,22 +52,23 @@ class AcceptanceReport:
     length: float
     rates: list[float]
     lengths: dict[str, float] = field(default_factory=dict)
+    num_nodes: int | None = None
 
     def record(self) -> dict[str, float]:
-        """One number a name, as trackers and the history have it."""
+        """One number under each name, for trackers and the history."""
         record = {"acceptance_length": self.length}
         record |= {f"acceptance_rate_{depth}": rate for depth, rate in enumerate(self.rates, start=1)}
         return record | {f"acceptance_length_{task}": length for task, length in self.lengths.items()}
 
 
 def acceptance(target: Target, drafter: Drafter, prompts: Sequence[EvalPrompt], num_tokens: int) -> AcceptanceReport:
-    """Decode at most `num_tokens` for each prompt, always drafting all that the drafter can."""
+    """Decode at most `num_tokens` for each prompt, always drafting as much as the drafter can."""
     sampling = SamplingParams(max_new_tokens=num_tokens)
     requests = [Request(prompt.token_ids, sampling, index) for index, prompt in enumerate(prompts)]
     num_emitted, num_passes = Counter[str | None](), Counter[str | None]()
     num_drafted, num_accepted = Counter[int](), Counter[int]()
     num_nodes = drafter.num_nodes or drafter.num_draft_tokens + 1
-    # As many at a time as leave every tree whole.
+    # The most prompts at a time that leave every tree whole.
     batch_size = next((size for size in BATCH_SIZES if target.passes.most_nodes(size) >= num_nodes), BATCH_SIZES[-1])
     for step in decode(target, requests, drafter=drafter, max_batch=batch_size, planner=Planner(is_active=False)):
         reached = torch.stack([step.tree.depths.amax(1), step.acceptance.num_accepted], dim=1).tolist()
@@ -82,13 +84,14 @@ def acceptance(target: Target, drafter: Drafter, prompts: Sequence[EvalPrompt], 
         length=num_emitted.total() / num_passes.total(),
         rates=[num_accepted[depth] / num_drafted[depth] for depth in sorted(num_drafted)],
         lengths={task: num_emitted[task] / num_passes[task] for task in num_passes if task is not None},
+        num_nodes=num_nodes,
     )
 
 
 @torch.no_grad()
 def snapshot(head: DraftHead) -> DraftHead:
-    """A copy of the head as it stands, to serve or to save; where it is sharded, all processes must take part."""
-    # Its first weights are overwritten: drawing them must not move the training's random numbers on.
+    """A copy of the head as it is now, to serve or to save. If the head is sharded, all processes must take part."""
+    # Its initial weights are overwritten, and drawing them must not change the training's random numbers.
     with torch.random.fork_rng(devices=[]):
         twin = type(head)(head.config)
     state = head.state_dict().items()
@@ -98,7 +101,7 @@ def snapshot(head: DraftHead) -> DraftHead:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Decodes with a copy of the head in training, whose weights, dtype and mode stay as they are."""
+    """Decodes with a copy of a head; the head in training keeps its weights, dtype and mode."""
 
     head: DraftHead
     target: Target
@@ -106,6 +109,6 @@ class Evaluator:
     num_tokens: int
 
     def __call__(self, prompts: Sequence[EvalPrompt], *, is_decoding: bool = True) -> AcceptanceReport | None:
-        """The report; None on a process that only lends its part of a sharded head."""
+        """The report; None on a process that is not decoding and only lends its part of a sharded head."""
         twin = snapshot(self.head)
         return acceptance(self.target, self.make_drafter(twin), prompts, self.num_tokens) if is_decoding else None

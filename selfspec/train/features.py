@@ -1,7 +1,7 @@
-"""The target's hidden states of all training rows on disk, so that training does not run the target again in every epoch.
+"""The target's hidden states of all training rows, on disk, because running the target in every epoch is expensive.
 
-A dump is a folder of shards, each with the states of consecutive rows in one safetensors file, and a record of what they are
-the states of. A shard is whole once it has its name; an interrupted dump goes on with the first that is missing.
+A dump is a folder of shards and a record that identifies target, rows and settings. A shard is a safetensors file with the
+states of consecutive rows, and it is complete once it has its name. An interrupted dump continues with the missing shards.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ logger = logging.getLogger(__name__)
 RECORD_NAME = "features.json"
 KEY = "states"
 
-# Half a row's positions agree better than this, whatever the batch they were computed in; a fine-tuned copy is further off.
+# The median gap between stored and computed states stays below this in any batch; a fine-tuned copy's gap is larger.
 TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
 class FeatureRows(Dataset[dict[str, torch.Tensor]]):
-    """Packed rows with their `states [F, L, E]` beside them, F hidden states in the order of `names`.
+    """Packed rows with their `states [F, L, E]`: F hidden states in the order of `names`.
 
-    A row is read from its file when it is asked for: no shard is ever in memory whole, and processes share what is cached.
+    A row is read from its file when it is asked for, so no shard is in memory whole, and processes share the page cache.
     """
 
     rows: PackedRows
@@ -65,16 +65,16 @@ def dump_features(
     batch_size: int = 8,
     shard_bytes: int = 1 << 30,
 ) -> FeatureRows:
-    """The rows with their hidden states from `directory`, where those that are missing are computed first.
+    """The rows with their hidden states from `directory`. Missing states are computed first.
 
     Args:
         names: which hidden states, as `Target.hidden_states` names them.
-        dtype: of the stored states.
+        dtype: dtype of the stored states.
         batch_size: rows that the target reads together.
-        shard_bytes: about how much is computed before it is written, and lost to an interruption.
+        shard_bytes: about the size of a shard, which is also the most work that an interruption loses.
 
     Raises:
-        ValueError: the disk is too small, or the folder holds states of other rows, names or settings, or of another target.
+        ValueError: the disk is too small, or the folder holds states of another target, or of other rows, names or settings.
     """
     directory, names = Path(directory), tuple(names)
     L, E = rows.input_ids.shape[1], target.config.hidden_size
@@ -83,7 +83,7 @@ def dump_features(
     num_shards = math.ceil(len(rows) / rows_per_shard)
     directory.mkdir(parents=True, exist_ok=True)
     record = {
-        # Under which name the target was loaded does not matter.
+        # The name that the target was loaded under does not matter.
         "target": {**asdict(identity(target)), "name": None, "revision": None},
         "hidden states": names,
         "rows": _hash(rows),
@@ -111,7 +111,7 @@ def dump_features(
         for start in range(0, len(chunk), batch_size):
             batch = slice(chunk[start], min(chunk[start] + batch_size, chunk.stop))
             states[start : start + batch_size] = _compute(rows, batch, target, names)
-        # Under another name until it is whole.
+        # Written under another name until it is complete.
         partial = _shard(directory, shard).with_suffix(".partial")
         save_file({KEY: states}, partial)
         partial.replace(_shard(directory, shard))
@@ -124,14 +124,14 @@ def _shard(directory: Path, number: int) -> Path:
 
 
 def _compute(rows: PackedRows, batch: slice, target: Target, names: tuple[int, ...]) -> torch.Tensor:
-    """Hidden states of some rows, [B, F, L, E]."""
+    """[B, F, L, E] hidden states of some rows."""
     input_ids, position_ids = rows.input_ids[batch].to(target.device), rows.position_ids[batch].to(target.device)
     states = target.hidden_states(input_ids, position_ids, names)
     return torch.stack([states[name] for name in names], dim=1)
 
 
 def _hash(rows: PackedRows) -> str:
-    """Of all that the target sees; what trains may change."""
+    """A hash of all that the target reads. The loss mask is left out, because it may change."""
     digest = hashlib.sha256(repr(tuple(rows.input_ids.shape)).encode())
     for tensor in (rows.input_ids, rows.position_ids):
         digest.update(tensor.numpy().tobytes())
@@ -147,10 +147,10 @@ def _check_record(directory: Path, record: dict[str, Any]) -> None:
 
 
 def _check_states(features: FeatureRows, target: Target) -> None:
-    """Samples of two weights do not tell a target from its fine-tuned copy: its hidden states do."""
+    """Check the first row's states, because a target's identity, samples of two weights, may miss that it was fine-tuned."""
     stored = features[0][KEY].float()
     computed = _compute(features.rows, slice(0, 1), target, features.names)[0].float().to(stored.device)
-    # The median, since a few positions with huge values would hide the others in a norm over all.
+    # The median, because a few positions with huge values would dominate a norm over all.
     gap = ((stored - computed).norm(dim=-1) / computed.norm(dim=-1).clamp(min=1e-12)).median()
     if not gap < TOLERANCE:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The training loop: transformers' Trainer, with what heads need of it that it does not do.
+"""The training loop: transformers' Trainer, and what heads need besides.
 
-The loss does not depend on how a step's rows are spread over processes and batches; a loss that is not finite stops all
-processes, with its batch on disk; checkpoints are whole or absent; every evaluation decodes held-out prompts for real.
+The loss does not depend on how a step's rows are spread over processes and batches. A loss that is not finite stops all
+processes, and its batch is saved. Checkpoints are whole or absent. Every evaluation decodes held-out prompts as in serving.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from selfspec.train.evaluation import EvalPrompt, Evaluator
 
 logger = logging.getLogger(__name__)
 
-# Trackers and the log tell an evaluation's numbers from the training's by it.
+# Marks an evaluation's numbers in trackers and in the log.
 EVAL_PREFIX = "eval_"
 
 
 class _Losses(NamedTuple):
-    """A batch's loss of every process, on its way to the host, and the batch of this one."""
+    """Every process's loss of a batch, on its way to the host, and this process's batch."""
 
     values: torch.Tensor
     inputs: Any
@@ -39,47 +39,44 @@ class _Losses(NamedTuple):
 
 
 class HeadTrainer(Trainer):
-    """A Trainer of heads.
-
-    It logs each depth's accuracy, the speed and the peak memory, stops all processes at a loss that is not finite, and
-    leaves whole checkpoints only.
+    """A Trainer of heads, which also logs each depth's accuracy, the speed and the peak memory.
 
     Args:
         row_length: tokens of a packed row.
 
     Attributes:
-        seconds_paused: time spent on evaluation, which is not training time.
+        seconds_paused: time spent on evaluation, which does not count as training.
     """
 
     def __init__(self, *, row_length: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.row_length = row_length
-        # The loss comes divided by the counts of the whole step, accumulated batches included: not to be divided again.
+        # Tells the Trainer not to divide the loss: it is already divided by the count of the whole step.
         self.model_accepts_loss_kwargs = True
         self.seconds_paused = 0.0
-        # Step and time of the last log, or of the first batch.
+        # Step and time of the last log; of the first batch, before there is a log.
         self._last_log: tuple[int, float] | None = None
         self._last_losses: _Losses | None = None
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of the packed rows that one optimizer step covers, padding included."""
+        """Tokens of the packed rows in one optimizer step, padding included."""
         return self.get_total_train_batch_size(self.args) * self.row_length
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """A step's batches on this process, and how many pairs the loss is a mean over in all of the step.
+        """A step's batches on this process, and the number of pairs that the whole step's loss is a mean over.
 
-        Processes and accumulated batches hold unequal numbers of answer tokens: the mean of their means would weigh a token
-        by the company it came in.
+        Processes and accumulated batches hold unequal numbers of answer tokens, so a mean of their means would give tokens
+        unequal weights.
         """
         self._last_log = self._last_log or (self.state.global_step, self._clock())
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches or (num_batches == 1 and self.args.world_size == 1):
-            # The batch's own counts are the step's.
+            # The batch is the whole step, and counts for itself.
             return batches, None
         model: Any = self.model
         counts = sum(model.num_pairs(**batch) for batch in batches).to(self.args.device)
-        # Gradients are averaged over the processes, so that each divides by its share of the count.
+        # Gradients are averaged over the processes, so each process divides by its share of the count.
         return batches, self.accelerator.reduce(counts, "sum") / self.args.world_size
 
     def compute_loss(
@@ -98,9 +95,10 @@ class HeadTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def check_losses(self) -> None:
-        """Stop if a loss of the batch before is not finite: a GPU is never waited for, and no checkpoint holds its update.
+        """Stop if a loss of the batch before is not finite.
 
-        All processes stop with the same sentence; those whose loss it is keep their batch.
+        Checking one batch late waits for no GPU, and no checkpoint is saved in between. All processes stop with the same
+        sentence, and those whose loss is not finite save their batch.
         """
         if self._last_losses is None:
             return
@@ -131,7 +129,7 @@ class HeadTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def _training_figures(self) -> dict[str, float]:
-        """The last batch's accuracy at each depth, and the speed since the last log."""
+        """The last batch's accuracy at each depth, the speed since the last log and, on a GPU, the peak memory."""
         model: Any = self.model
         metrics = dict(model.metrics)
         values = torch.stack([metrics[name].float() for name in metrics])
@@ -151,14 +149,14 @@ class HeadTrainer(Trainer):
         return str(Path(self.args.output_dir) / PARTIAL)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Written elsewhere and moved to its name when all processes have written their part."""
+        """Write the checkpoint elsewhere, and move it to its name when all processes have written their parts."""
         self.check_losses()
         name = f"checkpoint-{self.state.global_step}"
         folder = Path(self.args.output_dir)
         try:
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError) as error:
-            # torch reports a write that failed as a RuntimeError of its zip writer.
+            # torch reports a failed write as a RuntimeError of its zip writer.
             if type(error) is RuntimeError and "inline_container" not in str(error):
                 raise
             shutil.rmtree(folder / PARTIAL, ignore_errors=True)
@@ -166,8 +164,8 @@ class HeadTrainer(Trainer):
             last = last_checkpoint(folder)
             free = shutil.disk_usage(folder).free / 2**30
             raise OSError(
-                f"{folder / name} could not be written ({reason}; {free:.1f} GiB free): make room and start the same line "
-                f"again, which goes on from {last.name if last else 'the beginning'}"
+                f"{folder / name} could not be written ({reason}; {free:.1f} GiB free): make room and run the same command "
+                f"again, which continues from {last.name if last else 'the beginning'}"
             ) from error
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
@@ -179,7 +177,10 @@ class HeadTrainer(Trainer):
 class EvaluationCallback(TrainerCallback):
     """Decodes held-out prompts with the head as it is, every `eval_steps` steps, and logs how much was accepted.
 
-    On the main process only: the others wait for it in the next step. With a sharded target none can do without the others.
+    The main process decodes, and the others wait for it in the next step.
+
+    Args:
+        on_all: all processes decode, because the target is sharded and needs every one of them.
     """
 
     def __init__(self, trainer: HeadTrainer, evaluator: Evaluator, prompts: Sequence[EvalPrompt], *, on_all: bool) -> None:
@@ -189,7 +190,7 @@ class EvaluationCallback(TrainerCallback):
         self.on_all = on_all
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        # Below 1 it is a share of the run, as transformers has it.
+        # As in transformers, a number below 1 is a share of the run.
         every = args.eval_steps or 0
         every = math.ceil(every * state.max_steps) if every < 1 else int(every)
         if not every or state.global_step % every:
@@ -200,7 +201,7 @@ class EvaluationCallback(TrainerCallback):
         self.trainer.seconds_paused += time.perf_counter() - started
         if report is not None and state.is_world_process_zero:
             logger.info("step %d: acceptance length %.3f", state.global_step, report.length)
-            # Logging answers a request to log: the one for this step's loss must stay.
+            # Logging clears the request to log, and this step's loss has yet to be logged.
             should_log = control.should_log
             self.trainer.log({EVAL_PREFIX + name: value for name, value in report.record().items()})
             control.should_log = should_log

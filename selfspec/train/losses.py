@@ -1,72 +1,90 @@
 """Training losses of the heads, with the pairing of positions that serving uses.
 
-Rows of a batch are packed conversations: `position_ids` start over with each. `loss_mask[b, u]` says that token u is the
-assistant's. A position t may learn token t + k only if both lie in one conversation, and only if that token is masked in.
-The label is the target's own distribution where it chose the token, over the draft vocabulary. Losses are sums over
-(row, depth) pairs, so that any number of processes or accumulated batches can divide by one count of tokens; zero, with
-gradients, where there is none.
+The label of a token is the target's own distribution where it chose the token, over the draft vocabulary. Losses are sums
+over (row, depth) pairs, because processes and accumulated batches divide them by one common count of tokens. Without a pair
+to learn the sum is zero, and it still has gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from transformers import PreTrainedModel
 
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.heads.medusa import MedusaHead
-from selfspec.train.cross_entropy import Teacher, cross_entropy
+from selfspec.model.layers import Resume, decoder_layers
+from selfspec.train.batch import TargetEnds, TrainBatch
+from selfspec.train.cross_entropy import PLAIN, Teacher, cross_entropy
 from selfspec.train.unrolled import unrolled_attention
 
-Embed = Callable[[torch.Tensor], torch.Tensor]
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
-def medusa_loss(
-    head: MedusaHead,
-    features: torch.Tensor,
-    lm_head: nn.Module,
-    embed: Embed,
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor,
-    position_ids: torch.Tensor,
-    decay: float,
-) -> Loss:
+@dataclass(frozen=True)
+class LossSettings:
+    """How a loss is put together; each head reads what concerns it.
+
+    Attributes:
+        num_steps: EAGLE-3: drafted depths that are trained. (Medusa trains all its heads, the others one depth.)
+        decay: EAGLE-3 and Medusa: weight of each depth relative to the one before.
+        noise: EAGLE-1: features are disturbed by uniform noise of up to this much.
+        token_weight: EAGLE-1: weight of the cross entropy relative to the regression.
+    """
+
+    num_steps: int = 6
+    decay: float = 0.8
+    noise: float = 0.1
+    token_weight: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 1:
+            raise ValueError(f"num_steps={self.num_steps} is not allowed: use at least 1")
+        if not self.decay > 0:
+            raise ValueError(f"decay={self.decay} is not allowed: use a number above 0")
+        for name in ("noise", "token_weight"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)} is not allowed: use 0 or more")
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """The target's hidden states of a batch.
+
+    Attributes:
+        features: those that the head reads, each [B, L, E], in the head's dtype.
+        final: [B, L, E] after the target's final norm, for the labels.
+    """
+
+    features: list[torch.Tensor]
+    final: torch.Tensor
+
+
+def medusa_loss(head: MedusaHead, states: TargetStates, ends: TargetEnds, batch: TrainBatch, settings: LossSettings) -> Loss:
     """Cross entropy of head i at position t for token t + 2 + i, weighted by decay**i.
 
-    Args:
-        features: [B, L, E], the target's hidden states after the final norm.
-
     Returns:
-        The summed loss and each depth's agreement with the target.
+        The summed loss, and how often each depth agrees with the target.
     """
-    teacher = Teacher.of(features, lm_head, loss_mask, position_ids)
+    [features] = states.features
+    teacher = Teacher.of(features, ends, batch)
     total = features.new_zeros((), dtype=torch.float32)
     metrics = {}
-    inputs = head.inputs(features, embed(_shifted(input_ids, 1)))
+    inputs = head.inputs(features, ends.embed(batch.tokens_ahead(1)))
     for i, block in enumerate(head.heads):
-        batch, time, labels = teacher.rows(loss_mask, position_ids, 2 + i)
-        output = head.outputs[i] if len(head.outputs) else lm_head
-        loss, num_hits = cross_entropy(block(inputs[batch, time]), output, teacher.logits, labels)
-        total = total + decay**i * loss
+        row, time, labels = teacher.rows(batch, 2 + i)
+        output, shape = (head.outputs[i], PLAIN) if len(head.outputs) else (ends.lm_head, ends.logit_shape)
+        loss, num_hits = cross_entropy(block(inputs[row, time]), output, teacher.logits, labels, shape)
+        total = total + settings.decay**i * loss
         metrics[f"accuracy_{i + 1}"] = num_hits / max(1, len(labels))
     return total, metrics
 
 
-def eagle_loss(
-    head: EagleHead,
-    features: list[torch.Tensor],
-    final: torch.Tensor,
-    lm_head: nn.Module,
-    embed: Embed,
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor,
-    position_ids: torch.Tensor,
-    num_steps: int,
-    decay: float,
-) -> Loss:
+def eagle_loss(head: EagleHead, states: TargetStates, ends: TargetEnds, batch: TrainBatch, settings: LossSettings) -> Loss:
     """Training-time test (https://arxiv.org/abs/2503.01840, section 3.2): `num_steps` drafts from every position.
 
     At step s, row t stands for entry t + s of a draft that left the target's features at t: its hidden input is the
@@ -75,75 +93,72 @@ def eagle_loss(
 
     Rows whose true token the head cannot draft are left out.
 
-    Args:
-        features: the feature layers' hidden states, each [B, L, E].
-        final: [B, L, E] after the target's final norm, for the labels.
-
     Returns:
-        The summed loss, weighted by decay**s, and each step's agreement with the target.
+        The summed loss, weighted by decay**s, and how often each step agrees with the target.
     """
     draft_ids = head.draft_ids
-    can_draft = torch.zeros(head.config.target.vocab_size, dtype=torch.bool, device=input_ids.device)
+    can_draft = torch.zeros(head.config.target.vocab_size, dtype=torch.bool, device=batch.input_ids.device)
     can_draft[draft_ids] = True
-    teach_mask = loss_mask & can_draft[input_ids]
-    teacher = Teacher.of(final, lm_head, teach_mask, position_ids, draft_ids)
-    attend = unrolled_attention(position_ids, head.config.head_dim**-0.5, num_steps)
-    hidden = head.fuse(features)
-    output = head.output_layer(lm_head)
+    taught = batch.learning_only(can_draft)
+    teacher = Teacher.of(states.final, ends, taught, draft_ids)
+    attend = unrolled_attention(batch.position_ids, head.config.head_dim**-0.5, settings.num_steps)
+    hidden = head.fuse(states.features)
+    output, shape = head.output_layer(ends.lm_head), PLAIN if head.config.has_lm_head else ends.logit_shape
     total = hidden.new_zeros((), dtype=torch.float32)
     metrics = {}
-    for step in range(num_steps):
-        normed, hidden = head(hidden, embed(_shifted(input_ids, 1 + step)), position_ids + step, attend)
-        batch, time, labels = teacher.rows(teach_mask, position_ids, 2 + step)
-        loss, num_hits = cross_entropy(normed[batch, time], output, teacher.logits, labels)
-        total = total + decay**step * loss
+    for step in range(settings.num_steps):
+        normed, hidden = head(hidden, ends.embed(batch.tokens_ahead(1 + step)), batch.position_ids + step, attend)
+        row, time, labels = teacher.rows(taught, 2 + step)
+        loss, num_hits = cross_entropy(normed[row, time], output, teacher.logits, labels, shape)
+        total = total + settings.decay**step * loss
         metrics[f"accuracy_{step + 1}"] = num_hits / max(1, len(labels))
     return total, metrics
 
 
-def eagle1_loss(
-    head: Eagle1Head,
-    features: torch.Tensor,
-    lm_head: nn.Module,
-    embed: Embed,
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor,
-    position_ids: torch.Tensor,
-    noise: float,
-    token_weight: float = 0.1,
-) -> Loss:
+def eagle1_loss(head: Eagle1Head, states: TargetStates, ends: TargetEnds, batch: TrainBatch, settings: LossSettings) -> Loss:
     """Smooth L1 regression of the next feature plus `token_weight` times its cross entropy (section 4.2 of EAGLE-1).
 
-    Row t reads feature t, disturbed by uniform noise of up to `noise` against the errors that serving feeds back, and token
-    t + 1; it estimates feature t + 1, which chooses token t + 2.
+    Row t reads feature t and token t + 1, and estimates feature t + 1, which chooses token t + 2. The noise on the feature
+    prepares the head for reading its own estimates, as it does in serving.
     """
-    teacher = Teacher.of(features, lm_head, loss_mask, position_ids)
-    attend = unrolled_attention(position_ids, head.config.head_dim**-0.5, 1)
-    disturbed = features + noise * (2 * torch.rand_like(features) - 1)
-    out, _ = head(disturbed, embed(_shifted(input_ids, 1)), position_ids, attend)
-    batch, time, labels = teacher.rows(loss_mask, position_ids, 2)
-    estimate = out[batch, time]
-    token_loss, num_hits = cross_entropy(estimate, lm_head, teacher.logits, labels)
-    regression = F.smooth_l1_loss(estimate.float(), features[batch, time + 1].float(), reduction="sum")
-    total = regression / features.shape[-1] + token_weight * token_loss
+    [features] = states.features
+    teacher = Teacher.of(features, ends, batch)
+    attend = unrolled_attention(batch.position_ids, head.config.head_dim**-0.5, 1)
+    disturbed = features + settings.noise * (2 * torch.rand_like(features) - 1)
+    out, _ = head(disturbed, ends.embed(batch.tokens_ahead(1)), batch.position_ids, attend)
+    row, time, labels = teacher.rows(batch, 2)
+    estimate = out[row, time]
+    token_loss, num_hits = cross_entropy(estimate, ends.lm_head, teacher.logits, labels, ends.logit_shape)
+    regression = F.smooth_l1_loss(estimate.float(), features[row, time + 1].float(), reduction="sum")
+    total = regression / features.shape[-1] + settings.token_weight * token_loss
     return total, {"accuracy_1": num_hits / max(1, len(labels))}
 
 
 def distillation_loss(
-    hidden: torch.Tensor,
-    final: torch.Tensor,
-    lm_head: nn.Module,
-    loss_mask: torch.Tensor,
-    position_ids: torch.Tensor,
+    student: PreTrainedModel, states: TargetStates, ends: TargetEnds, batch: TrainBatch, settings: LossSettings
 ) -> Loss:
-    """Cross entropy of a student's final hidden states [B, L, E] at t for token t + 1, through the target's LM head."""
-    teacher = Teacher.of(final, lm_head, loss_mask, position_ids)
-    batch, time, labels = teacher.rows(loss_mask, position_ids, 1)
-    loss, num_hits = cross_entropy(hidden[batch, time], lm_head, teacher.logits, labels)
+    """Cross entropy of a student's final hidden states at t for token t + 1, through the target's LM head.
+
+    Args:
+        student: what an early-exit head makes of the target (see `EarlyExitHead.student`).
+    """
+    # A student that shares the target's first layers goes on from what they gave.
+    resumes = isinstance(decoder_layers(student)[1][0], Resume)
+    options = {"resume_from": states.features[0]} if resumes else {}
+    inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+    output = student.base_model(**inputs, use_cache=False, **options)
+    teacher = Teacher.of(states.final, ends, batch)
+    row, time, labels = teacher.rows(batch, 1)
+    hidden = output.last_hidden_state[row, time]
+    loss, num_hits = cross_entropy(hidden, ends.lm_head, teacher.logits, labels, ends.logit_shape)
     return loss, {"accuracy_1": num_hits / max(1, len(labels))}
 
 
-def _shifted(input_ids: torch.Tensor, ahead: int) -> torch.Tensor:
-    """[B, L] token t + ahead at position t; past the row's end there is token 0, which no mask lets in."""
-    L = input_ids.shape[1]
-    return F.pad(input_ids[:, ahead:], (0, min(ahead, L)))[:, :L]
+# The loss of each head type. Its first argument is the head or, for the two that continue the target, its student model.
+LOSSES: dict[str, Callable[[Any, TargetStates, TargetEnds, TrainBatch, LossSettings], Loss]] = {
+    "medusa": medusa_loss,
+    "eagle": eagle_loss,
+    "eagle1": eagle1_loss,
+    "early_exit": distillation_loss,
+    "draft_model": distillation_loss,
+}

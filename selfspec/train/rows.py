@@ -1,7 +1,7 @@
 """Samples packed into rows of one length, without attention from one conversation to another.
 
-Positions restart at 0 with every conversation and with the padding at a row's end: transformers builds its attention mask
-from them. Every sample lies in one row; one longer than a row keeps its head.
+Positions restart at 0 with every conversation and with the padding at a row's end. From them transformers builds its
+attention mask. Every sample lies in one row. A sample longer than a row is cut at the row's end.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class PackedRows(Dataset[dict[str, torch.Tensor]]):
         input_ids, position_ids: int64 [R, L].
         loss_mask: bool [R, L], true where the token is one to train on.
         num_tokens: tokens of conversations, padding not counted.
-        num_lost_tokens: tokens of conversations that were cut off at the end of a row, or left out because what fitted had
-            nothing to train on.
+        num_lost_tokens: tokens that were cut off at the end of a row, and tokens of samples that were left out because the
+            part that fitted had nothing to train on.
     """
 
     input_ids: torch.Tensor
@@ -48,12 +48,16 @@ class PackedRows(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def fill_rate(self) -> float:
-        """The share of the rows that is not padding."""
+        """The share of the rows' tokens that is not padding."""
         return self.num_tokens / max(1, self.input_ids.numel())
 
 
 def pack(samples: Sequence[Sample], length: int, *, pad_id: int = 0, seed: int = 0) -> PackedRows:
-    """Best fit, longest first; the order of the rows is drawn from `seed`."""
+    """Pack by best fit, longest sample first. `seed` decides the order of the rows.
+
+    Args:
+        length: L, tokens of a row.
+    """
     if length < 1:
         raise ValueError(f"length={length} is not allowed: use at least 1 token")
     fitting = [sample for sample in samples if any(sample.loss_mask[:length])]
@@ -80,10 +84,10 @@ def pack(samples: Sequence[Sample], length: int, *, pad_id: int = 0, seed: int =
 
 
 def _best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of the sizes that share a bin: each goes, longest first, where it leaves the least room."""
+    """For each bin, the indices of its sizes. Each size goes, largest first, where it leaves the least room."""
     bins: list[list[int]] = []
     bins_with_room: dict[int, list[int]] = defaultdict(list)
-    # The keys of `bins_with_room` that have a bin, in order.
+    # The keys of `bins_with_room` that have a bin, sorted.
     rooms: list[int] = []
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         size = sizes[index]

@@ -1,8 +1,8 @@
-"""A frozen target spread over the processes, for one that does not fit a device.
+"""A frozen target spread over the processes, for a target that does not fit on one device.
 
-Every decoder layer is sharded with FSDP2 and gathered for its own forward. Embedding, final norm and LM head, which losses
-and drafters call by themselves, are whole on every device. Gathering binds the processes together: all must run the target
-the same number of times, evaluation included.
+Every decoder layer is sharded with FSDP2 and gathered for its own forward. Embedding, final norm and LM head are whole on
+every device, because losses and drafters call them directly. Gathering needs all processes: each must run the target the
+same number of times, evaluation included.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from selfspec.model.target import Target
 
 
 def load_sharded(source: str, *, dtype: str, device: torch.device, num_processes: int) -> Target:
-    """The target with its decoder layers sharded over all processes; each reads it into host memory on the way.
+    """The target with its decoder layers sharded over all processes. Each process first reads it into host memory.
 
     Raises:
-        ValueError: there is one process only, or what `load_model` refuses.
+        ValueError: there is only one process, or `load_model` refuses the target.
     """
     if num_processes < 2:
         raise ValueError("shard_target needs several processes: start the recipe with accelerate launch --num_processes N")
-    # As on the device itself: on the CPU, where it is loaded first, `auto` would be float32.
+    # Resolved for the device, because `auto` is float32 on the CPU, where the model is loaded first.
     resolved = resolve_dtype(dtype, AutoConfig.from_pretrained(source), device)
     model, tokenizer = load_model(source, dtype=resolved, device="cpu", use_packing=False)
     mesh = init_device_mesh(device.type, (num_processes,))
     for layer in decoder_layers(model)[1]:
-        # Each layer is a root of its own, and FSDP keeps a root gathered unless told otherwise.
+        # Each layer is a root to FSDP, which keeps roots gathered unless told otherwise.
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         layer.register_forward_pre_hook(_gather, prepend=True)
     return Target(model.to(device), tokenizer, name=source)

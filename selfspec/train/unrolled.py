@@ -1,8 +1,8 @@
-"""Attention of EAGLE's unrolled training steps: each row sees the first step's keys and its own draft's later ones.
+"""Attention of EAGLE's unrolled training steps: each row sees the first step's keys and its own draft's later keys.
 
-At step s, row t may see the keys of step 0 up to t within its conversation, and of steps 1 … s only its own. Two forms
-compute the same: a plain one, whose scores take memory quadratic in the row length, and on a GPU PyTorch's flex attention,
-which skips the blocks where nothing is visible, so that neither time nor memory grow with the steps' empty squares.
+At step s, row t may see step 0's keys up to t within its conversation, and only its own keys of steps 1 … s. Two forms
+compute the same. The plain one's scores take memory quadratic in the row length. The other, on a GPU, is PyTorch's flex
+attention, which skips the blocks in which nothing is visible; most blocks of the later steps are such.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ BLOCK = 128
 
 
 def unrolled_attention(position_ids: torch.Tensor, scaling: float, num_steps: int) -> Attend:
-    """Attention to be called once for each of `num_steps` steps, in order, with the step's queries, keys and values.
+    """Attention to call once for each of `num_steps` steps, in order, with the step's queries, keys and values.
 
     Args:
         position_ids: [B, L], starting over with each conversation.
+        scaling: factor of the scores.
     """
     if position_ids.device.type == "cuda" and position_ids.shape[1] % BLOCK == 0:
         return _FlexAttention(position_ids, scaling, num_steps)
@@ -54,7 +55,7 @@ class _PlainAttention:
 
 
 class _FlexAttention:
-    """Keys of all steps side by side, those to come as zeros that nothing sees: one shape, compiled once."""
+    """Keys of all steps side by side. Those to come are zeros that nothing sees, because one shape is compiled once."""
 
     def __init__(self, position_ids: torch.Tensor, scaling: float, num_steps: int) -> None:
         self.position_ids = position_ids
@@ -64,7 +65,7 @@ class _FlexAttention:
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
 
-    # A compiled head stops here: each step has one more entry to attend to, and would be compiled anew.
+    # Not part of a compiled head: each step has one more entry to attend to, and would be compiled anew.
     @torch.compiler.disable
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         self.keys.append(key)
@@ -81,14 +82,14 @@ class _FlexAttention:
         return out.transpose(1, 2)
 
     def _block_mask(self, num_entered: int) -> Any:
-        """Tiles that hold something visible: of step 0 from the text's beginning to the diagonal, else the diagonal's."""
+        """Tiles with something visible: in step 0 from the text's beginning to the diagonal, in later steps the diagonal."""
         from torch.nn.attention.flex_attention import BlockMask
 
         B, L = self.position_ids.shape
         tiles = L // BLOCK
         texts, device = self.texts, self.texts.device
         rows = torch.arange(tiles, device=device)
-        # The first token of a tile has the earliest beginning of a text in it.
+        # Of a tile's tokens, the first belongs to the text that begins earliest.
         first = (rows * BLOCK - self.position_ids[:, ::BLOCK]).clamp(min=0) // BLOCK  # [B, tiles]
         num_base = (rows - first + 1)[:, None, :, None]  # [B, 1, tiles, 1]
         column = torch.arange(tiles * self.num_steps, device=device)
@@ -97,7 +98,7 @@ class _FlexAttention:
         indices = torch.where(column < num_base, first[:, None, :, None] + column, own)
         indices = torch.where(column < num_visible, indices, 0)
 
-        # A tensor, so that no step compiles anew.
+        # A tensor, because a number would be compiled anew in each step.
         num_keys = torch.tensor(num_entered * L, device=device)
 
         def is_visible(b: torch.Tensor, h: torch.Tensor, t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:

@@ -30,9 +30,9 @@ from selfspec.model.fuse import fuse
 from selfspec.model.graphs import Graphs
 from selfspec.model.packed_linear import can_pack, pack_linear_layers
 from selfspec.model.target import FINAL
-from selfspec.train.losses import eagle_loss, medusa_loss
+from selfspec.train.batch import TargetEnds, TrainBatch
+from selfspec.train.losses import LossSettings, TargetStates, eagle_loss, medusa_loss
 from selfspec.train.module import HeadTraining
-from selfspec.train.positions import future_mask
 from selfspec.tree import CandidateTree
 
 V = 32
@@ -90,7 +90,7 @@ def trained_on(target: Target, head: DraftHead, steps: int, num_steps: int = 4) 
         texts = [row + c.token_ids for row, c in zip(rows, generate(target, rows, sampling=GREEDY), strict=True)]
     ids = torch.tensor(texts)
     positions = torch.arange(ids.shape[1]).expand_as(ids)
-    training = HeadTraining(head, target, num_steps=num_steps)
+    training = HeadTraining(head, target, LossSettings(num_steps=num_steps))
     optimizer = torch.optim.AdamW(head.parameters(), lr=5e-3)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -220,15 +220,10 @@ def _argmax_of_each_step(
     hook = head.norm.register_forward_hook(lambda module, args, out: outputs.append(out))
     eagle_loss(
         head,
-        [states[k] for k in head.features],
-        states[FINAL],
-        target.model.get_output_embeddings(),
-        target.model.get_input_embeddings(),
-        ids,
-        torch.ones_like(ids, dtype=torch.bool),
-        positions,
-        num_steps,
-        1.0,
+        TargetStates([states[k] for k in head.features], states[FINAL]),
+        TargetEnds.of(target),
+        TrainBatch(ids, torch.ones_like(ids, dtype=torch.bool), positions),
+        LossSettings(num_steps=num_steps, decay=1.0),
     )
     hook.remove()
     return [int(head.draft_ids[head.lm_head(out[0, row]).argmax()]) for out in outputs]
@@ -276,9 +271,10 @@ def test_d2t_is_an_offset() -> None:
 def test_future_mask_stays_in_its_text_and_on_the_assistants_tokens() -> None:
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0]])
     mask = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1]], dtype=torch.bool)
-    assert future_mask(mask, positions, 1).int().tolist() == [[0, 1, 1, 0, 1, 1, 0, 0]]
-    assert future_mask(mask, positions, 2).int().tolist() == [[1, 1, 0, 0, 1, 0, 0, 0]]
-    assert not future_mask(mask, positions, 9).any()
+    batch = TrainBatch(torch.zeros_like(positions), mask, positions)
+    assert batch.may_learn(1).int().tolist() == [[0, 1, 1, 0, 1, 1, 0, 0]]
+    assert batch.may_learn(2).int().tolist() == [[1, 1, 0, 0, 1, 0, 0, 0]]
+    assert not batch.may_learn(9).any()
 
 
 def test_a_batch_without_assistant_tokens_gives_a_zero_loss_with_a_gradient() -> None:
@@ -286,7 +282,7 @@ def test_a_batch_without_assistant_tokens_gives_a_zero_loss_with_a_gradient() ->
     target = tiny_target("llama")
     ids = torch.arange(3, 19)[None]
     for head in (MedusaHead(MedusaConfig(target=identity(target))), eagle_head(target, feature_layers=(1, 2))):
-        training = HeadTraining(head, target, num_steps=2)
+        training = HeadTraining(head, target, LossSettings(num_steps=2))
         loss = training(ids, torch.zeros_like(ids, dtype=torch.bool), torch.arange(16)[None])["loss"]
         loss.backward()
         assert float(loss.detach()) == 0.0
@@ -302,7 +298,7 @@ def test_a_head_of_lower_precision_than_its_features_trains() -> None:
         eagle_head(target, feature_layers=(1, 2), draft_vocab_size=20, has_lm_head=False),
     ]
     for head in heads:
-        training = HeadTraining(head.bfloat16(), target, num_steps=2)
+        training = HeadTraining(head.bfloat16(), target, LossSettings(num_steps=2))
         training(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(16)[None])["loss"].backward()
         assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in head.parameters())
 
@@ -315,7 +311,7 @@ def test_packed_texts_train_like_texts_alone() -> None:
     head = eagle_head(target, feature_layers=(1, 2, 3))
 
     def accuracies_and_loss(ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> float:
-        return float(HeadTraining(head, target, num_steps=3)(ids, mask, positions)["loss"].detach())
+        return float(HeadTraining(head, target, LossSettings(num_steps=3))(ids, mask, positions)["loss"].detach())
 
     only_two = torch.cat([torch.zeros(12, dtype=torch.bool), torch.ones(20, dtype=torch.bool)])[None]
     alone = accuracies_and_loss(two[None], torch.arange(20)[None], torch.ones(1, 20, dtype=torch.bool))
@@ -324,11 +320,11 @@ def test_packed_texts_train_like_texts_alone() -> None:
     states = target.hidden_states(packed, packed_positions, (FINAL,))[FINAL]
     alone_states = target.hidden_states(two[None], torch.arange(20)[None], (FINAL,))[FINAL]
     torch.testing.assert_close(states[:, 12:], alone_states, atol=1e-4, rtol=1e-4)
-    lm_head = target.model.get_output_embeddings()
-    embed = target.model.get_input_embeddings()
-    loss, _ = medusa_loss(medusa, states, lm_head, embed, packed, only_two, packed_positions, 0.8)
-    everything = torch.ones(1, 20, dtype=torch.bool)
-    expected, _ = medusa_loss(medusa, alone_states, lm_head, embed, two[None], everything, torch.arange(20)[None], 0.8)
+    ends, settings = TargetEnds.of(target), LossSettings(decay=0.8)
+    batch = TrainBatch(packed, only_two, packed_positions)
+    loss, _ = medusa_loss(medusa, TargetStates([states], states), ends, batch, settings)
+    alone_batch = TrainBatch(two[None], torch.ones(1, 20, dtype=torch.bool), torch.arange(20)[None])
+    expected, _ = medusa_loss(medusa, TargetStates([alone_states], alone_states), ends, alone_batch, settings)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
 
 

@@ -16,6 +16,7 @@ from selfspec.drafters.shipped import identity
 from selfspec.heads.eagle import EagleConfig, EagleHead
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
 from selfspec.interop.verify import verify_head
+from selfspec.train.losses import LossSettings
 from selfspec.train.module import HeadTraining
 
 PROMPTS = [[5, 9], [7, 3, 12], [30, 31, 8], [44, 4]]
@@ -27,7 +28,7 @@ def fitted(head: Any, target: Target, steps: int) -> Any:
     texts = [p + c.token_ids for p, c in zip(PROMPTS, generate(target, PROMPTS, sampling=sampling), strict=True)]
     ids = torch.cat([torch.tensor(text) for text in texts])[None]
     positions = torch.cat([torch.arange(len(text)) for text in texts])[None]
-    training = HeadTraining(head, target, num_steps=4)
+    training = HeadTraining(head, target, LossSettings(num_steps=4))
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
     for _ in range(steps):
         optimizer.zero_grad()

@@ -328,3 +328,44 @@ def test_targets_that_share_layers_share_their_pass() -> None:
     plain = generate(Target(tiny_model("llama")), prompts, sampling=sampling)
     got = generate(target, prompts, drafter=drafter, sampling=sampling, batch_size=3, use_cost_guard=False)
     assert [c.token_ids for c in got] == [c.token_ids for c in plain]
+
+
+@pytest.mark.parametrize("place", ["layers", "projections"])
+def test_a_hook_that_copies_what_passes_through_breaks_nothing_but_speed(place: str) -> None:
+    """A norm begun by the layer before, and a product shared by siblings, are found again by the tensor's identity."""
+    ids, tree = torch.arange(5, 30), from_parents(torch.tensor([[7, 8, 9]]), torch.tensor([[-1, 0, 0]]))
+    results = []
+    for is_hooked in (False, True):
+        model = tiny_model("llama")
+        fuse(model)
+        target = Target(model)
+        for layer in decoder_layers(target.model)[1] if is_hooked else ():
+            attention = layer.self_attn
+            modules = [layer] if place == "layers" else [attention.q_proj, attention.k_proj, attention.v_proj]
+            for module in modules:
+                module.register_forward_pre_hook(
+                    lambda module, args, kwargs: (tuple(each.clone() for each in args), kwargs), with_kwargs=True
+                )
+        cache, row = target.new_cache(), CacheRow()
+        target.prefill(ids, row, cache)
+        # The projections are called one by one outside tree passes.
+        results.append([target.verify(tree, [row], cache).logits, logits(target.model, ids[None])])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_the_decoder_of_a_model_of_several_towers_is_its_text_model() -> None:
+    """A vision tower may have as many layers as the text model, and come first."""
+    model = tiny_model("llama")
+
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+    modules = dict(model._modules)
+    model._modules.clear()
+    model.vision = Tower()
+    model._modules.update(modules)
+    path, stack = decoder_layers(model)
+    assert path == ["model", "layers"] and stack is model.model.layers

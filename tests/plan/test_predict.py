@@ -302,7 +302,7 @@ def test_metadata_of_others_is_passed_over():
 
 def test_the_plan_reads_the_card_that_training_writes(tmp_path):
     report = AcceptanceReport(
-        num_prompts=4, num_tokens=300, length=2.6, rates=[0.81, 0.52, 0.27], lengths={"qa": 2.1, "rag": 3.2}
+        num_prompts=4, num_tokens=300, length=2.6, rates=[0.81, 0.52, 0.2712], lengths={"qa": 2.1, "rag": 3.2}, num_nodes=24
     )
     facts = CardFacts(
         kind="eagle",
@@ -318,9 +318,10 @@ def test_the_plan_reads_the_card_that_training_writes(tmp_path):
     )
     write_card(tmp_path, facts)
     text = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert (read_figures(text).length, read_figures(text).rates) == (2.6, (0.81, 0.52, 0.27))
+    # Four digits come from the metadata: the tables have two.
+    assert read_figures(text) == CardFigures(2.6, (0.81, 0.52, 0.2712), depth=3, num_nodes=24)
     tree = card_acceptance(DraftSize("eagle", card=text)).trees[-1]
-    assert tree.depth == 3 and tree.expected_tokens == pytest.approx(2.6)
+    assert (tree.depth, tree.num_nodes) == (3, 24) and tree.expected_tokens == pytest.approx(2.6012)
 
 
 @pytest.mark.parametrize("head", shipped_heads(), ids=lambda folder: folder.name)

@@ -1,4 +1,4 @@
-"""The log of traffic: whole lines, bounded, and never at the expense of serving."""
+"""The log of traffic: whole lines, bounded in size, and never at the cost of serving."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def test_lines_are_read_back_and_are_the_owners_alone(tmp_path: Path) -> None:
 
 def test_the_oldest_goes_and_the_whole_stays_within_bounds(tmp_path: Path) -> None:
     for start in (0, 300):
-        # A second run counts what the first one left.
+        # A second run counts the files of the first.
         capture = Capture(tmp_path, max_bytes=1 << 16)
         for number in range(start, start + 300):
             capture.record(conversation(number, size=1000), {})
@@ -106,7 +106,7 @@ def test_a_slow_disk_drops_and_does_not_wait(tmp_path: Path, monkeypatch: pytest
     may_go_on = threading.Event()
 
     def redact(conversation: Conversation) -> Conversation:
-        may_go_on.wait(10)
+        may_go_on.wait()
         return conversation
 
     monkeypatch.setattr("selfspec.traffic.capture.MAX_WAITING", 5)

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from selfspec.cli.data import CleanOptions, WritingOptions
 from selfspec.traffic.clean import Exclusion, NearDuplicates, clean, is_held_out
 from selfspec.traffic.conversations import Conversation, Report
+from selfspec.traffic.prepare import CleanOptions, WritingOptions
 
 TEN = "one two three four five six seven eight nine ten"
 LONG = " ".join(f"word{i}" for i in range(60))

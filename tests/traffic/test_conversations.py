@@ -1,4 +1,4 @@
-"""Every form that people have is read, and no bad row stops the others or goes unseen."""
+"""Every common form of row is read, and a bad row is counted without stopping the others."""
 
 import json
 import sys
@@ -74,7 +74,7 @@ def test_forms(tmp_path, record, messages):
         (b'{"messages": [{"role": "user", "content": null}]}', "content that is not text"),
         (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "content that is not text"),
         (b'{"prompt": " "}', "an empty user turn"),
-        (b'{"prompt": "\\ud800"}', "not to be written as UTF-8 JSON"),
+        (b'{"prompt": "\\ud800"}', "cannot be written as UTF-8 JSON"),
         (b'{"conversations": [{"from": "gpt", "value": "x"}]}', "does not begin with a user turn"),
         (json.dumps({"messages": [USER, ANSWER, ANSWER]}).encode(), "two assistant turns in a row"),
         (json.dumps({"messages": [USER, {**USER, "role": "system"}]}).encode(), "a system turn after the first message"),

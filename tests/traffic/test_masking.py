@@ -1,4 +1,4 @@
-"""Only what the target wrote trains: first and last token included, whatever the template and whatever the words."""
+"""Only what the target wrote trains, from the first token to the last, with any template and any words."""
 
 import copy
 
@@ -6,7 +6,7 @@ import pytest
 from tokenizers import processors
 
 from selfspec.traffic.conversations import BadRow, Conversation, Report
-from selfspec.traffic.masking import tokenize, tokenize_all, use_chat_template
+from selfspec.traffic.masking import read_template, tokenize, tokenize_all, use_chat_template
 
 QWEN = (
     "{%- if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif -%}"
@@ -38,12 +38,12 @@ GEMMA = (
     "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-# Ends the whole text with the end-of-sequence token, which no longer conversation has in that place.
+# Ends the whole text with the end-of-sequence token, which a longer conversation does not have in that place.
 PHI3 = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
-# No added token ends a turn, and the next turn is all there is to tell where an answer stops.
+# No added token ends a turn: only the next turn shows where an answer stops.
 PLAIN = (
     "{% for message in messages %}{{ '### ' + message['role'] + ':\n' + message['content'] + '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}"
@@ -63,7 +63,7 @@ OPENS_REASONING = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
 ADDED = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "<|end|>", "</think>"]
-# Template, what ends a turn, what stands before an answer that is its own, whether system messages are allowed.
+# Template, what ends a turn, what precedes an answer and belongs to it, whether system messages are allowed.
 TEMPLATES = {
     "qwen": (QWEN, "<|im_end|>", "", True),
     "llama3": (LLAMA3, "<|eot_id|>", "", True),
@@ -98,7 +98,7 @@ def chat(*texts: str, system: str | None = None) -> list[dict]:
 
 
 def trained(sample, tokenizer) -> list[str]:
-    """The texts of the runs of tokens that are trained on."""
+    """The text of each run of tokens to train on."""
     runs, ids = [], []
     for token, is_trained in zip([*sample.input_ids, None], [*sample.loss_mask, False], strict=True):
         if is_trained:
@@ -192,7 +192,7 @@ def test_agrees_with_the_markers_of_a_template_that_has_them(tokenizer):
 
 
 def test_offsets_without_white_space(tokenizer):
-    """As GPT-2's and Llama 3's tokenizers tell them."""
+    """With the offsets that GPT-2's and Llama 3's tokenizers give."""
     trimming = copy.deepcopy(tokenizer)
     trimming.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     for trimming.chat_template, *_ in TEMPLATES.values():
@@ -249,5 +249,5 @@ def test_a_template_can_come_from_a_file(tokenizer, tmp_path):
         use_chat_template(bare, None)
     file = tmp_path / "template.jinja"
     file.write_text(GEMMA)
-    use_chat_template(bare, file)
+    use_chat_template(bare, read_template(file))
     assert bare.chat_template == GEMMA

@@ -1,4 +1,4 @@
-"""Prompt files: a malformed row is named with its line. Result files: they survive a crash, and nothing unasked."""
+"""Prompt files: an error names the line. Result files: they survive a crash, and are never replaced unasked."""
 
 import json
 from pathlib import Path

@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from selfspec import SamplingParams, Target, generate
-from selfspec.cli.data import CleanOptions
 from selfspec.cli.main import app
 from selfspec.traffic.clean import clean
 from selfspec.traffic.conversations import Conversation, Report
+from selfspec.traffic.prepare import CleanOptions
 
 pytest.importorskip("presidio_analyzer", reason="redacting needs Presidio: pip install 'selfspec[redact]'")
 from selfspec.traffic.redact import Redactor
@@ -29,6 +29,8 @@ def module_at(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up there.
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -53,7 +55,7 @@ def patterns() -> Redactor:
         ("from 93.184.216.34 ([2a00:1450:4001:80e::200e])", "from <IP_ADDRESS> ([<IP_ADDRESS>])"),
         ("::ffff:93.184.216.34 00:1B:44:11:3A:B7", "<IP_ADDRESS> <MAC_ADDRESS>"),
         ("1A1zP1eP5QGefi2DMPTfTL5SLmv7DivfNa", "<CRYPTO>"),
-        # Two kinds at one place.
+        # Two kinds of data in one place.
         ("my bank account, or my passport, is 945456787", "my bank account, or my passport, is <US_BANK_NUMBER>"),
     ],
 )
@@ -202,7 +204,7 @@ def test_the_clean_command_redacts_and_counts(source: Path, tmp_path: Path) -> N
     assert "redacted: 5 EMAIL_ADDRESS" in result.output
     rows = lines(tmp_path / "out" / "train.jsonl") + lines(tmp_path / "out" / "heldout.jsonl")
     assert Counter(row["messages"][0]["content"].split(" about ")[0] for row in rows) == {"tell <EMAIL_ADDRESS>": 5}
-    # Nor is it in the report, which without --redact quotes what it could not read.
+    # The report does not quote it either; without --redact it quotes what could not be read.
     report = (tmp_path / "out" / "report.json").read_text()
     assert "example.com" not in report + result.output
     assert json.loads(report)["redacted"] == {"EMAIL_ADDRESS": 5}
@@ -217,8 +219,7 @@ def test_the_target_answers_what_is_left(source: Path, tmp_path: Path, tiny_targ
     recipe = module_at(ROOT / "recipes" / "prepare_data.py")
     output_dir = tmp_path / "data"
     command = [str(source), "--output-dir", str(output_dir), "--target", str(tiny_target_dir), "--max-new-tokens", "8"]
-    result = CliRunner().invoke(recipe.app, [*command, "--held-out", "0.3", "--redact"])
-    assert result.exit_code == 0, result.output
+    recipe.main([*command, "--held-out", "0.3", "--redact"])
     target = Target.from_pretrained(tiny_target_dir)
     rows = lines(output_dir / "train.jsonl") + lines(output_dir / "heldout.jsonl")
     assert len(rows) == 5
@@ -228,13 +229,13 @@ def test_the_target_answers_what_is_left(source: Path, tmp_path: Path, tiny_targ
         [expected] = generate(target, [[question]], sampling=SamplingParams(max_new_tokens=8))
         assert answer["content"] == expected.text
     assert json.loads((output_dir / "report.json").read_text())["redacted"] == {"EMAIL_ADDRESS": 5}
-    result = CliRunner().invoke(recipe.app, [*command, "--held-out", "0.3"])
-    assert "was begun with another redact: choose another --output-dir" in result.stderr
+    with pytest.raises(ValueError, match="was begun with another redact: choose another --output-dir"):
+        recipe.main([*command, "--held-out", "0.3"])
 
 
 def test_options(monkeypatch, tmp_path: Path) -> None:
     assert CleanOptions().redactor() is None
-    # A model is for nothing else.
+    # A model alone asks for redaction, because it serves nothing else.
     with pytest.raises(ValueError, match="no installed spaCy model"):
         CleanOptions(redact_model=str(tmp_path / "none")).redactor()
     monkeypatch.setitem(sys.modules, "selfspec.traffic.redact", None)

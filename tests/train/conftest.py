@@ -1,4 +1,4 @@
-"""A recipe as a user starts it: imported or by itself in a process, on a tiny target and a file of short conversations."""
+"""A recipe, imported or in a process of its own, on a tiny target and a file of short conversations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ WORDS = ["the cat sat", "on the mat and the dog sat on the cat", "one two", "thr
 
 
 def recipe_file(kind: str) -> Path:
-    return ROOT / "recipes" / ("distill_draft.py" if kind == "draft" else f"train_{kind}.py")
+    names = {"draft": "distill_draft", "prepare_data": "prepare_data"}
+    return ROOT / "recipes" / f"{names.get(kind, f'train_{kind}')}.py"
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +41,7 @@ def recipe() -> Callable[[str], ModuleType]:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """56 conversations whose answers differ in length, so that no two batches hold equally many answer tokens."""
+    """56 conversations whose answers differ in length, so no two batches hold the same number of answer tokens."""
     file = tmp_path / "train.jsonl"
     rows = [
         {
@@ -87,10 +88,10 @@ def start() -> Callable[..., subprocess.Popen[str]]:
     """Start a recipe in a process, or in several that work together."""
 
     def run(kind: str, arguments: list[str], *, num_processes: int = 1, script: Path | None = None) -> subprocess.Popen[str]:
-        # A script is given the recipe to run, so that a test can break something first.
+        # A script can break something, and then run the recipe that it is given.
         command = [sys.executable, *([str(script)] if script else []), str(recipe_file(kind)), *arguments]
         if num_processes > 1:
-            # What accelerate launch starts on several devices; on CPUs it would want MPI.
+            # What accelerate launch starts on several devices; on CPUs accelerate itself would need MPI.
             command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
             command += ["--ddp_backend=gloo"]
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

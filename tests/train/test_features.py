@@ -1,4 +1,4 @@
-"""Features on disk are those that the target computes, of these rows and of no other target."""
+"""Features on disk are what the target computes for these rows; those of another target are refused."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_an_interrupted_dump_goes_on(tmp_path: Path, target: Target, monkeypatch
         nonlocal num_calls
         num_calls += 1
         if num_calls == 3:
-            # As a process that is killed while it writes leaves it.
+            # What a process leaves that is killed while it writes.
             if interrupted == "save_file":
                 args[1].write_bytes(b"half")
             raise KeyboardInterrupt
@@ -98,7 +98,7 @@ def test_an_interrupted_dump_goes_on(tmp_path: Path, target: Target, monkeypatch
     kept = times(tmp_path)
     assert len(kept) == 2
 
-    # Neither is called for what is there: one row is computed to compare, then two files' worth, one batch each.
+    # Nothing is computed or saved again: one row is computed to compare, then two files' worth, one batch each.
     num_calls = 10
     dumped = dump_features(rows, target, NAMES, tmp_path, **SETTINGS)
     assert num_calls == 10 + (3 if interrupted == "hidden_states" else 2)
@@ -115,7 +115,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_computed(tmp_pat
         patch.setattr(Target, "hidden_states", lambda *args: pytest.fail("computed"))
         with pytest.raises(ValueError, match=r"need 0\.00 GiB more .* larger disk"):
             dump_features(rows, target, NAMES, tmp_path, **SETTINGS)
-    # The folder is not spoilt for fewer rows, and what is there already needs no room.
+    # The folder can still take fewer rows, and files that exist need no room.
     disk.free = 4 * ROW_BYTES
     dump_features(packed(4), target, NAMES, tmp_path, **SETTINGS)
     disk.free = 0
@@ -162,7 +162,7 @@ def test_a_fine_tuned_copy_is_another_target_and_a_renamed_one_is_not(tmp_path: 
     dump_features(rows, Target(tiny_model("llama"), name="elsewhere"), NAMES, tmp_path, **SETTINGS)
     tuned = tiny_model("llama")
     with torch.no_grad():
-        # Neither of the weights that its identity has samples of.
+        # A weight that the target's identity does not sample.
         tuned.model.layers[0].mlp.down_proj.weight.mul_(1.3)
     with pytest.raises(ValueError, match="features of another target"):
         dump_features(rows, Target(tuned, name="llama"), NAMES, tmp_path, **SETTINGS)

@@ -47,13 +47,13 @@ def test_a_recipe_trains_a_head_that_serving_loads(
     sampling = SamplingParams(max_new_tokens=16)
     expected = generate(target, ["the dog"], sampling=sampling)[0].token_ids
     assert generate(target, ["the dog"], drafter=drafter, sampling=sampling)[0].token_ids == expected
-    # The same line again finds its work done and changes nothing.
+    # The same command again finds its work done and changes nothing.
     before = (output / "head" / "model.safetensors").read_bytes()
     recipe(kind).main([*flags(output), *shape.split()])
     assert (output / "head" / "model.safetensors").read_bytes() == before
     assert json.loads((output / "run.json").read_text())["history"] == history
     if kind == "draft":
-        # A whole model drafts the same tokens as the layers beside the target's embedding.
+        # A whole model drafts the same tokens as the layers with the target's embedding.
         whole = load_drafter(f"draft_model:{output / 'model'}", target, width=3, num_nodes=12)
         passes = [
             generate(target, ["the dog"], drafter=each, sampling=sampling, use_cost_guard=False)[0].num_target_passes
@@ -63,7 +63,7 @@ def test_a_recipe_trains_a_head_that_serving_loads(
 
 
 def test_features_on_disk_train_the_head_that_features_online_do(recipe: Recipe, flags: Flags, tmp_path: Path) -> None:
-    """To the rounding of their storage; the second run finds them there."""
+    """Up to the rounding of storage. The second run finds the features there."""
     losses = []
     for name in ("online", "first", "second"):
         features = [] if name == "online" else [f"--features_dir={tmp_path / 'features'}"]
@@ -93,7 +93,7 @@ def test_a_target_without_a_chat_template_is_one_sentence(
     shutil.copytree(tiny_target_dir, plain)
     (plain / "chat_template.jinja").rename(template)
     with monkeypatch.context() as patch:
-        # It is said before the weights are read.
+        # The error comes before the weights are read.
         patch.setattr(Target, "from_pretrained", None)
         with pytest.raises(ValueError, match="has no chat template: give it one with --chat.template FILE"):
             recipe("medusa").main(flags(tmp_path / "run", target=plain))
