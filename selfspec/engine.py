@@ -38,7 +38,7 @@ from selfspec.model.target import Target
 logger = logging.getLogger(__name__)
 
 CLOSED = "the server is shutting down: try again later, or elsewhere"
-STARTED_ANEW = "the engine met a fault and has started anew: send the request again"
+STARTED_ANEW = "the engine failed and has started over: send the request again"
 # How long a drafter that failed is left out before requests try it again. The time doubles after every further failure.
 RETRY_SECONDS = 60.0
 MAX_RETRY_SECONDS = 3600.0
@@ -48,7 +48,7 @@ class EngineFull(Exception):
     """No further request may wait; a place may be free after `retry_seconds`."""
 
     def __init__(self, limit: int, retry_seconds: int) -> None:
-        super().__init__(f"{limit} requests are running or waiting, as many as are allowed: try again later")
+        super().__init__(f"{limit} requests are running or waiting, which is the limit: try again later")
         self.retry_seconds = retry_seconds
 
 
@@ -306,7 +306,7 @@ class SpecEngine:
             if name not in self._drafters:
                 raise KeyError(name)
             if name in (self.default_drafter, NoDrafter.name):
-                raise ValueError(f"drafter {name!r} serves the requests that name none: it stays")
+                raise ValueError(f"drafter {name!r} serves the requests that name none, so it stays")
             group = self._groups.pop(name)
             for sequence in reversed(self._scheduler.sequences_of(group)):
                 self._scheduler.move(sequence, self._plain)

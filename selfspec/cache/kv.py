@@ -113,7 +113,7 @@ class KVCache(BlockPool):
                 free = torch.cuda.mem_get_info(device)[0] / 2**30
                 raise MemoryError(
                     f"a KV cache of {self.max_tokens} tokens takes {size:.1f} GiB, and {free:.1f} GiB are free on "
-                    f"{device}: lower max_tokens, a server's cache_tokens"
+                    f"{device}: lower max_tokens (a server's cache_tokens)"
                 ) from error
 
     @property

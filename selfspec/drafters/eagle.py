@@ -283,7 +283,9 @@ class EagleDrafter(Drafter):
         gap = float((fused - own).norm() / own.norm())
         if not gap < (1e-3 if hidden.dtype == torch.float32 else 5e-2):
             logger.warning(
-                "%s: the fused pass gives other logits (relative gap %.2g), so the head's own runs", self.name, gap
+                "%s: the fused pass gives different logits (relative gap %.2g), so the head's own pass runs",
+                self.name,
+                gap,
             )
             self._pass = None
 

@@ -22,7 +22,7 @@ MAX_WALK = 128
 # Room for further tokens when the history is made. Not for the longest possible output, because drafters look through all of
 # it in every step.
 HISTORY_GROWTH = 256
-# When the history has missed more steps than this, it is cheaper to make it anew.
+# When the history has missed more steps than this, it is cheaper to rebuild it.
 MAX_MISSING = 16
 
 
@@ -44,7 +44,7 @@ class Batch:
         self._history = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
         self._num_tokens = torch.zeros(0, dtype=torch.int64, device=self.device)
         self._sampler: Sampler
-        # Steps that are not in the tensors yet; None where the tensors must be made anew.
+        # Steps that are not in the tensors yet; None where the tensors must be rebuilt.
         self._missing: list[Acceptance] | None = None
 
     def __len__(self) -> int:
@@ -150,7 +150,7 @@ class Batch:
         return emissions, accepted, facts
 
     def _catch_up(self) -> None:
-        """Write the steps since the last call into the tensors, or make them anew.
+        """Write the steps since the last call into the tensors, or rebuild them.
 
         Tokens accepted after a row's end may be written too; no one reads them.
         """
@@ -186,7 +186,7 @@ class Batch:
         return list(zip(chosen, top, strict=True))
 
     def _rebuild(self, capacity: int) -> None:
-        """Make the tensors and the sampler anew for the present rows, with room for `capacity` tokens each."""
+        """Rebuild the tensors and the sampler for the present rows, with room for `capacity` tokens each."""
         sequences = self.sequences
         tokens = [s.request.prompt_ids + s.token_ids for s in sequences]
         self._history = torch.tensor([ids + [0] * (capacity - len(ids)) for ids in tokens]).to(self.device)

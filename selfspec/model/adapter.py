@@ -1,7 +1,7 @@
 """Merge a LoRA adapter into the target's weights at load. Invariant: what then prefills and verifies is an ordinary model.
 
-The adapter has PEFT's format, and PEFT reads and merges it. A target with an adapter is another target. Heads trained without
-the adapter still fit if it does not change embedding and LM head, but fewer of their drafts may be accepted.
+The adapter has PEFT's format, and PEFT reads and merges it. A target with an adapter is another target. Heads trained
+without the adapter still fit if it does not change embedding and LM head, but fewer of their drafts may be accepted.
 """
 
 from __future__ import annotations

@@ -91,15 +91,15 @@ def adopt(target: Target) -> tuple[KVShape, int]:
     # Float32 agrees to about 1e-6. Low precision rounds differently along two paths, and experts may switch.
     if not gap < (1e-3 if target.dtype == torch.float32 else 0.2):
         raise ValueError(
-            f"{kind} gives other logits in a tree pass than alone (relative gap {gap:.2g}): it cannot be served"
+            f"{kind} gives different logits in a tree pass and in a plain one (relative gap {gap:.2g}): it cannot be served"
         )
     own = served(prefix)
     if (undo := fuse_layers(list(decoder_layers(model)[1]), probe.options)) is not None:
-        # The gap above shows how far this model lets rounding grow, and fused layers round at other places.
+        # Fused layers round at other places. How far this model lets rounding grow shows in the gap to `plain_far`.
         most = 1e-4 if target.dtype == torch.float32 else max(0.02, 2 * _gap(own, plain_far))
         if not (gap := _gap(served(prefix), own)) < most:
             undo()
-            logger.warning("%s: fused layers give other logits (relative gap %.2g), so its own run", kind, gap)
+            logger.warning("%s: fused layers give other logits (relative gap %.2g), so its own layers run", kind, gap)
     return target.kv_shape, plain.shape[-1]
 
 

@@ -97,7 +97,7 @@ class Passes:
         return 0 if self.graphs is None else self.graphs.num_set_up
 
     def most_nodes(self, num_rows: int) -> int:
-        """Largest tree per row for which a row's bits do not depend on the other `num_rows` rows. At least 1."""
+        """Largest tree per row for which a row's bits do not depend on the other rows, `num_rows` in all. At least 1."""
         padded = None if self.graphs is None else bucket(num_rows, ROW_BUCKETS)
         if padded is None:
             return max(self.max_rows // num_rows, 1)

@@ -61,6 +61,6 @@ class SplitTarget:
         gap = (cut - whole).norm() / whole.norm()
         if not gap < 1e-3:
             raise ValueError(
-                f"{target.name} gives other logits when layer {self.exit_layer} resumes from stored states (relative gap "
-                f"{gap:.2g}): its early-exit heads cannot be served"
+                f"{target.name} gives different logits when layer {self.exit_layer} resumes from stored states "
+                f"(relative gap {gap:.2g}): its early-exit heads cannot be served"
             )

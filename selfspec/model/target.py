@@ -1,7 +1,7 @@
 """The target: a frozen Hugging Face causal LM, which runs the stages prefill and verify.
 
-The model runs with our attention function (`selfspec.model.attention`), `use_cache=False`, explicit positions and a ready-made
-4-D mask, so it builds no cache and no mask of its own.
+The model runs with our attention function (`selfspec.model.attention`), `use_cache=False`, explicit positions and a
+ready-made 4-D mask, so it builds no cache and no mask of its own.
 
 Invariant, checked on every model at load: a node's logits equal those of the plain forward over the node's own path.
 """
@@ -77,7 +77,7 @@ class Target:
         self.mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         self.lock = threading.RLock()
         self._spare_cache: KVCache | None = None
-        # Nothing is captured for the checks, because they run each pass only a few times.
+        # Nothing is captured for the checks, which compare single passes.
         self.passes = Passes()
         self.kv_shape: KVShape
         self.kv_shape, self.vocab_size = adopt(self)
@@ -138,7 +138,7 @@ class Target:
 
     @contextmanager
     def borrowed_cache(self) -> Iterator[KVCache]:
-        """Lend an empty KV cache. With CUDA graphs the next borrower gets the same one, because graphs hold its addresses."""
+        """Lend an empty KV cache. With CUDA graphs the next borrower gets the same one, because they hold its addresses."""
         with self.lock:
             cache, self._spare_cache = self._spare_cache or self.new_cache(), None
         try:
