@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Loaded at first use: torch and transformers take seconds, and `selfspec --help` needs neither.
+# Loaded at first use, because torch and transformers take seconds and `selfspec --help` needs neither.
 _HOMES = {
     "SamplingParams": "selfspec.config",
     "Drafter": "selfspec.drafters",

@@ -1,4 +1,7 @@
-"""The library's front door: prompts in, completions or a stream out, through the one decode loop."""
+"""The library's front door: prompts in, completions or a stream of text out, through the loop in `selfspec.loop.decode`.
+
+Invariant: completions come in the order of the prompts, and the pieces of a stream joined are its completion's text.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,11 @@ class Completion:
         text: the answer without special tokens, cut before a stop string.
         token_ids: every emitted token, the one that ended the answer included.
         finish_reason: `stop` (end token, stop id or stop string) or `length`.
-        stop_string: the stop string that ended it, if one did.
+        stop_string: the stop string that ended the answer, if one did.
         logprobs: log-probability of each emitted token under the target, where asked for.
-        top_logprobs: the likeliest tokens in each one's place with their log-probabilities, where asked for.
-        num_target_passes: verify passes the answer took; prefill is not counted.
-        num_draft_tokens, num_accepted_tokens: drafted, and emitted from drafts.
+        top_logprobs: for each emitted token, the likeliest tokens in its place and their log-probabilities, where asked for.
+        num_target_passes: verify passes that the answer took; prefill is not counted.
+        num_draft_tokens, num_accepted_tokens: tokens that were drafted, and drafted tokens that were emitted.
         num_paused_passes: passes without drafts because the text had outgrown the drafter's context.
         num_reused_tokens: prompt tokens whose KV was in the cache already.
         seconds, prefill_seconds: wall clock from admission to the last token, and the prefill's part of it.
@@ -56,18 +59,18 @@ class Completion:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens emitted per target pass, the bonus token included; 1 in autoregressive decoding."""
+        """Tokens emitted per target pass, bonus token included; 1 in autoregressive decoding."""
         return len(self.token_ids) / self.num_target_passes
 
     @property
     def tokens_per_second(self) -> float:
-        """Emitted tokens over wall clock, prefill included."""
+        """Emitted tokens per second of wall clock, prefill included."""
         return len(self.token_ids) / self.seconds
 
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """What one step added: text that can be shown, its token ids, and at the end the whole completion."""
+    """What one step added: text that may be shown, the emitted token ids, and at the end the whole completion."""
 
     text: str
     token_ids: list[int]
@@ -83,13 +86,13 @@ def generate(
     batch_size: int = 1,
     use_cost_guard: bool = True,
 ) -> list[Completion]:
-    """Answer every prompt; `sampling.n` completions for each, next to each other.
+    """Answer every prompt with `sampling.n` completions, one after the other in the order of the prompts.
 
-    Threads may share a target and a drafter: they take turns. For many callers at once, `SpecEngine` is faster.
+    Threads may share a target and a drafter, and then take turns. For many callers at once, `SpecEngine` is faster.
 
     Args:
-        prompts: texts, conversations or token ids; one alone may be given.
-        sampling: one setting for all prompts, or one each; greedy by default.
+        prompts: texts, conversations or token ids; or a single one of them.
+        sampling: one setting for all prompts, or one for each; greedy by default.
         batch_size: how many sequences decode together.
         use_cost_guard: draft only as much as measurements say pays; False always drafts all it can.
     """
@@ -109,7 +112,7 @@ def generate_iter(
     batch_size: int = 1,
     use_cost_guard: bool = True,
 ) -> Iterator[Completion]:
-    """`generate`, each completion as soon as it and all before it have ended."""
+    """`generate`, but yields each completion as soon as it and all before it have ended."""
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} is not allowed: use a whole number of at least 1")
     _check_settings(drafter, sampling)
@@ -135,7 +138,7 @@ def stream(
     sampling: SamplingParams | None = None,
     use_cost_guard: bool = True,
 ) -> Iterator[StreamEvent]:
-    """Answer one prompt, an event for each step; the pieces of text joined are the completion's text."""
+    """Answer one prompt with an event for each step; the pieces of text joined are the completion's text."""
     sampling = sampling or SamplingParams()
     if sampling.n != 1:
         raise ValueError(f"n={sampling.n} is not allowed in a stream: use generate for several samples")
@@ -150,10 +153,10 @@ def stream(
 
 
 def encode(target: Target, prompt: Prompt, index: int) -> list[int]:
-    """Token ids of a prompt of any kind, checked: not empty, within the vocabulary, and room for an answer.
+    """The token ids of a prompt of any kind: at least one, all in the vocabulary, and with room for an answer.
 
     Args:
-        index: which prompt it is, for the sentence that refuses it.
+        index: the prompt's number, for the error's sentence.
     """
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], dict)):
         token_ids = target.encode(prompt) if len(prompt) else []  # type: ignore[arg-type]
@@ -164,7 +167,7 @@ def encode(target: Target, prompt: Prompt, index: int) -> list[int]:
 
 
 def _listed(prompts: Iterable[Prompt] | Prompt) -> Iterable[Prompt]:
-    """Prompts, where one alone may have been given: a text, a conversation, or token ids."""
+    """The prompts as an iterable, also where a single text, conversation or list of token ids was given."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], dict | int):
@@ -186,7 +189,7 @@ def _requests(
     sampling: SamplingParams | Sequence[SamplingParams] | None,
     order: list[tuple[int, int]],
 ) -> Iterator[Request]:
-    """Requests as places become free; `order` learns which completions to expect."""
+    """Requests, made when places become free; `order` gets the completions to expect."""
     for index, prompt in enumerate(prompts):
         if isinstance(sampling, Sequence):
             if index >= len(sampling):

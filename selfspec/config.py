@@ -1,4 +1,4 @@
-"""What a user can set for decoding; every field is checked where it is made."""
+"""What a user can set for the loop from prompt to text. Invariant: a `SamplingParams` that exists has valid fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _is_finite(value: object) -> bool:
 
 
 def _is_token_id(value: object) -> bool:
-    """A whole number, or its digits, as JSON has them for keys."""
+    """True for a whole number from 0 or its digits, because JSON has digits for keys."""
     return (_is_whole(value) or (isinstance(value, str) and value.isdecimal())) and int(value) >= 0  # type: ignore[call-overload]
 
 
@@ -80,7 +80,7 @@ class SamplingParams:
         check("stop", lambda x: all(isinstance(s, str) and s for s in x), "strings that are not empty")
         check("stop_token_ids", lambda x: all(map(_is_token_id, x)), "token ids of at least 0")
         check("n", lambda x: _is_whole(x) and x >= 1, "a whole number of at least 1")
-        # Normal forms: equal settings compare and hash equal, and nothing outside can change them.
+        # Normal forms, because equal settings must compare and hash equal, and nothing outside may change them.
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(int(token_id) for token_id in self.stop_token_ids))
         object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in self.logit_bias.items()})
@@ -91,12 +91,12 @@ class SamplingParams:
 
     @property
     def uses_history(self) -> bool:
-        """True where a token's logit depends on the tokens before it other than through the model."""
+        """True where a penalty makes a token's logit depend on the tokens before it."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def is_pathless(self) -> bool:
-        """True where the choice takes a node's logits as they are, whatever its path: temperature and filters alone."""
+        """True where a choice does not depend on its node's path: only temperature and filters are set."""
         return not (self.uses_history or self.logit_bias or self.min_new_tokens)
 
     @property
@@ -106,7 +106,7 @@ class SamplingParams:
         return self.is_pathless and not filters
 
     def law(self) -> tuple[object, ...]:
-        """What decides the token distribution, hashable: rows with equal laws are processed together."""
+        """The settings that decide the token distribution, hashable. Rows with equal laws are processed together."""
         return (
             self.temperature,
             self.top_k,
@@ -122,13 +122,13 @@ class SamplingParams:
         )
 
     def with_(self, **changes: object) -> SamplingParams:
-        """A copy with some fields replaced, checked again."""
+        """A copy with some fields replaced; it is checked again."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions:
-    """Which target to load, and how."""
+    """Which target to load and how."""
 
     target: str | None = field(
         default=None, metadata={"help": "directory or Hub id of the target; by default the one that `selfspec fetch` makes"}

@@ -1,9 +1,10 @@
-"""The engine: one thread that decodes for many callers at once.
+"""The engine: one thread that runs the loop from prompt to text for many callers at once.
 
-Callers hand requests in from threads of their own, and learn of every step by a callback. Three invariants: only the
-engine's thread touches the target, the cache and the drafters (what others want of them waits in its inbox); every request
-that was taken gets one last event, its completion or the error in its place, whatever fails; and an error ends the request
-that caused it and no other, unless the engine itself has to start anew.
+Callers submit requests from their own threads, and a callback tells them of every step. Three invariants:
+
+* Only the engine's thread touches the target, the cache and the drafters. Tasks from other threads wait in its inbox.
+* Every request that was taken gets one last event, either its completion or an error, whatever fails.
+* An error ends only the request that caused it, unless the engine itself must start over.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from selfspec.model.target import Target
 logger = logging.getLogger(__name__)
 
 CLOSED = "the server is shutting down: try again later, or elsewhere"
-STARTED_ANEW = "the engine met a fault and has started anew: send the request again"
-# How long a drafter that failed is left alone before requests try it again; twice as long after every further failure.
+STARTED_ANEW = "the engine failed and has started over: send the request again"
+# How long a drafter that failed is left out before requests try it again. The time doubles after every further failure.
 RETRY_SECONDS = 60.0
 MAX_RETRY_SECONDS = 3600.0
 
 
 class EngineFull(Exception):
-    """As many requests as may wait are waiting; `retry_seconds` is when a place may be free."""
+    """No further request may wait; a place may be free after `retry_seconds`."""
 
     def __init__(self, limit: int, retry_seconds: int) -> None:
-        super().__init__(f"{limit} requests are running or waiting, as many as are allowed: try again later")
+        super().__init__(f"{limit} requests are running or waiting, which is the limit: try again later")
         self.retry_seconds = retry_seconds
 
 
@@ -57,7 +58,7 @@ class EngineClosed(Exception):
 
 @dataclass(frozen=True)
 class Event:
-    """News of one request: what was added, and at the end the completion, or the error in its place."""
+    """News of one request: what was added, and at the end the completion or an error."""
 
     request: Request
     text: str = ""
@@ -73,28 +74,28 @@ class Event:
 
 
 class Listener:
-    """What an engine tells of its work, on its own thread. This one ignores everything.
+    """What an engine reports about its work, on its own thread. This class ignores everything.
 
-    A listener that raises is logged, and harms nobody.
+    An error in a listener is logged and stops nothing.
     """
 
     def stepped(self, step: Step) -> None:
-        """A pass of one drafter's sequences is over."""
+        """One step of one drafter's sequences has ended."""
 
     def emitted(self, num_tokens: int, seconds: float, *, is_first: bool) -> None:
-        """A request got tokens, so long after the ones before, or after it came in."""
+        """A request got tokens, this many seconds after the ones before, or after it was submitted."""
 
     def finished(self, completion: Completion, seconds: float) -> None:
-        """A request was answered, so long after it came in."""
+        """A request was answered, this many seconds after it was submitted."""
 
     def failed(self, *, is_cancelled: bool) -> None:
         """A request ended without an answer."""
 
     def preempted(self) -> None:
-        """A request gave its place in the cache up for a while."""
+        """A request gave up its place in the cache for a while."""
 
     def drafter_failed(self, name: str) -> None:
-        """A drafter failed, and drafts nothing for a while."""
+        """A drafter failed and drafts nothing for a while."""
 
 
 class Handle:
@@ -106,13 +107,13 @@ class Handle:
         self._engine = engine
 
     def cancel(self) -> None:
-        """End what has not ended; no event follows. Does nothing once all has."""
+        """End the requests that have not ended; no event follows."""
         self._engine.post(lambda: self._engine.drop(self))
 
 
 @dataclass(eq=False)
 class _Stream:
-    """What the caller of one sequence knows of it so far."""
+    """What the caller of one sequence has been told so far."""
 
     handle: Handle
     last_time: float
@@ -121,7 +122,7 @@ class _Stream:
 
 @dataclass
 class _Problem:
-    """Why a drafter is left out, until when, and for how long next time."""
+    """Why a drafter is left out, until when, and for how many seconds."""
 
     text: str
     until: float
@@ -129,14 +130,14 @@ class _Problem:
 
 
 class SpecEngine:
-    """Continuous batching over one target, several drafters at a time. Its public methods are for any thread.
+    """Continuous batching over one target with several drafters. Any thread may call its public methods.
 
     Args:
-        drafters: by `name` those that a request may ask for, besides `none`; the first is used where it does not ask.
-        max_batch: sequences that decode together.
-        max_waiting: further ones that may wait; more are refused with `EngineFull`.
+        drafters: those that a request may ask for by `name`, besides `none`. The first serves requests that name none.
+        max_batch: the most sequences that decode together.
+        max_waiting: the most further sequences that may wait; more are refused with `EngineFull`.
         cache_tokens: the most tokens of all sequences together that the KV cache holds; it grows up to that.
-        prefill_tokens: prompt tokens entered between two decoding steps.
+        prefill_tokens: the most prompt tokens entered between two decoding steps.
         use_cost_guard: draft only as much as measurements say pays; False always drafts all it can.
     """
 
@@ -178,7 +179,7 @@ class SpecEngine:
         self._set_up()
         self._recent: deque[float] = deque(maxlen=64)
         self._inbox: deque[Callable[[], None]] = deque()
-        # Guards the inbox and what follows; told when one of them changes. Re-entrant, since submitting posts.
+        # Guards the inbox and the fields below, and is notified when they change. Re-entrant, because `submit` calls `post`.
         self._changed = threading.Condition(threading.RLock())
         self._num_open = 0
         self._is_draining = False
@@ -193,7 +194,7 @@ class SpecEngine:
 
     @property
     def problems(self) -> dict[str, str]:
-        """Why drafters that are loaded do not draft at present, by name."""
+        """For each loaded drafter that is left out at present, by name: why."""
         now = time.monotonic()
         return {name: problem.text for name, problem in list(self._problems.items()) if now < problem.until}
 
@@ -230,12 +231,12 @@ class SpecEngine:
     def submit(
         self, requests: Sequence_[Request], on_event: Callable[[Event], None], *, drafter: str | None = None
     ) -> Handle:
-        """Take all of `requests`, or none; `on_event` is called on the engine's thread, and must not block.
+        """Take all of `requests`, or none. `on_event` is called on the engine's thread and must not block.
 
         Raises:
-            ValueError: a request that can never be served, or a drafter that is not loaded.
-            EngineFull: too many requests for now.
-            EngineClosed: the engine is draining.
+            ValueError: a request can never be served, or the drafter is not loaded.
+            EngineFull: too many requests are open at present.
+            EngineClosed: the engine takes no more requests.
         """
         name = drafter or self.default_drafter
         if name not in self._drafters:
@@ -257,7 +258,7 @@ class SpecEngine:
         return handle
 
     def stream(self, requests: Sequence_[Request], *, drafter: str | None = None) -> Iterator[Event]:
-        """The events of `requests` as they come; closing the iterator early cancels."""
+        """The events of `requests` as they come. Closing the iterator early cancels the requests."""
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         handle = self.submit(requests, events.put, drafter=drafter)
         try:
@@ -270,21 +271,21 @@ class SpecEngine:
             handle.cancel()
 
     def warm_up(self) -> None:
-        """Answer made-up prompts, so that CUDA graphs of prompts and batches of every size are there when requests come.
+        """Answer made-up prompts, because requests then find CUDA graphs for prompts and batches of every size.
 
-        Nothing that is counted or learnt of drafts remains; what passes cost does.
+        What passes cost is remembered; everything counted or learnt about drafts is forgotten.
         """
         if self.target.passes.is_captured:
             self.call(self._warm_up)
 
     def load(self, make: Callable[[], Drafter], name: str | None = None) -> str:
-        """Add a drafter; it is made on the engine's thread, because the target is in use there.
+        """Add a drafter. `make` runs on the engine's thread, because the target is in use there.
 
         Args:
-            name: what requests call it; the drafter's own name by default.
+            name: the name that requests use; the drafter's own by default.
 
         Returns:
-            The name.
+            That name.
         """
 
         def add() -> str:
@@ -299,13 +300,13 @@ class SpecEngine:
         return self.call(add)
 
     def unload(self, name: str) -> None:
-        """Remove a drafter; sequences that it serves go on without drafts."""
+        """Remove a drafter. The sequences that it serves go on without drafts."""
 
         def remove() -> None:
             if name not in self._drafters:
                 raise KeyError(name)
             if name in (self.default_drafter, NoDrafter.name):
-                raise ValueError(f"drafter {name!r} serves the requests that name none: it stays")
+                raise ValueError(f"drafter {name!r} serves the requests that name none, so it stays")
             group = self._groups.pop(name)
             for sequence in reversed(self._scheduler.sequences_of(group)):
                 self._scheduler.move(sequence, self._plain)
@@ -330,13 +331,13 @@ class SpecEngine:
         return future.result()
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no more requests, and wait for those under way; False when some are left."""
+        """Take no more requests, and wait for those that are open; False if some are left after the timeout."""
         with self._changed:
             self._is_draining = True
             return self._changed.wait_for(lambda: self._num_open == 0, timeout)
 
     def close(self) -> None:
-        """End the thread; requests under way get `EngineClosed`."""
+        """End the thread; requests that are open get `EngineClosed`."""
         with self._changed:
             self._is_draining = self._is_closed = True
             self._changed.notify_all()
@@ -345,7 +346,7 @@ class SpecEngine:
             thread.join()
 
     def post(self, task: Callable[[], None]) -> bool:
-        """Have the engine's thread run a task before its next step; false when it is closed and will not."""
+        """Have the engine's thread run a task before its next step; false if the engine is closed."""
         with self._changed:
             if self._is_closed:
                 return False
@@ -360,7 +361,7 @@ class SpecEngine:
             self._thread.start()
 
     def _retry_seconds(self) -> int:
-        """When a place is likely to be free: what a request took lately, over how many run together."""
+        """Seconds until a place is likely to be free: what requests took lately, divided by how many run together."""
         return max(1, min(60, math.ceil(fmean(self._recent) / self.max_batch))) if self._recent else 1
 
     # On the engine's thread.
@@ -386,11 +387,11 @@ class SpecEngine:
         self._groups[name] = self._scheduler.add_group(drafter, planner, name=name)
 
     def _warm_up(self) -> None:
-        """On a scheduler of its own, with nobody listening and nothing published."""
+        """Decode on a scheduler of its own: no listener is told, and no block is published."""
         draw = random.Random(0)
         sampling = SamplingParams(max_new_tokens=16, ignore_eos=True)
         room = min(self._cache.max_tokens or 0, self.target.context_length) - sampling.max_new_tokens
-        # One prompt of every size, and batches of every size of short ones.
+        # One prompt of every size, and short prompts in batches of every size.
         batches = [[size] for size in CHUNK_BUCKETS if size < room]
         batches += [[1] * rows for rows in ROW_BUCKETS if rows <= self.max_batch]
         scheduler = Scheduler(self.target, self._cache, max_batch=self.max_batch, prefill_tokens=self.prefill_tokens)
@@ -398,7 +399,7 @@ class SpecEngine:
         try:
             for name, drafter in self._drafters.items():
                 group = scheduler.add_group(drafter, self._groups[name].planner)
-                # A graph is captured when its shape comes for the second time.
+                # Twice, because a graph is captured when its shape comes for the second time.
                 for sizes in batches * 2:
                     for size in sizes:
                         ids = [draw.randrange(self.target.config.vocab_size) for _ in range(size + 1)]
@@ -424,7 +425,7 @@ class SpecEngine:
             while self._inbox:
                 self._inbox.popleft()()
         finally:
-            # Also when the thread is killed: nobody may wait for it in vain.
+            # Also when an exit ends the thread, because no caller may wait in vain.
             self._start_over(error)
             with self._changed:
                 self._thread = None
@@ -448,13 +449,13 @@ class SpecEngine:
         for step in steps:
             self._tell("stepped", step)
             if step.tree.num_nodes > 1:
-                # It drafts again: what went wrong before does not count any more.
+                # It drafts again, so what went wrong before no longer counts.
                 self._problems.pop(step.name, None)
             for sequence in step.sequences:
                 self._deliver(sequence)
 
     def _tell(self, what: str, *args: Any, **options: Any) -> None:
-        """Tell the listener, whose faults are its own."""
+        """Tell the listener; its errors are only logged."""
         try:
             getattr(self.listener, what)(*args, **options)
         except Exception:
@@ -462,12 +463,12 @@ class SpecEngine:
 
     def _start(self, handle: Handle, requests: Sequence_[Request], name: str) -> None:
         for request in requests:
-            # A drafter may have been unloaded since, or be out of order: drafts are a matter of speed alone.
+            # Without drafts where the drafter was unloaded since or is left out, because drafts change only the speed.
             group = self._plain if name in self.problems else self._groups.get(name, self._plain)
             try:
                 sequence = self._scheduler.submit(request, group)
             except Exception as error:
-                # Its grammar cannot begin, say.
+                # For instance, its grammar cannot begin.
                 self._close_one()
                 self._tell("failed", is_cancelled=False)
                 self._send(handle, Event(request, error=error))
@@ -476,7 +477,7 @@ class SpecEngine:
             self._streams[sequence] = _Stream(handle, handle.created)
 
     def drop(self, handle: Handle) -> None:
-        """Free what is left of a cancelled call; on the engine's thread only (see `Handle.cancel`)."""
+        """End the open sequences of a cancelled call. Only for the engine's thread; others use `Handle.cancel`."""
         for sequence, stream in list(self._streams.items()):
             if stream.handle is handle:
                 self._scheduler.cancel(sequence)
@@ -484,10 +485,10 @@ class SpecEngine:
                 self._tell("failed", is_cancelled=True)
 
     def _deliver(self, sequence: Sequence) -> None:
-        """Tell the caller what is new, and forget the sequence if that was all."""
+        """Send the caller what is new, and forget the sequence if it has ended."""
         stream = self._streams.get(sequence)
         if stream is None:
-            # Its caller failed while this step was told.
+            # Its caller failed on another event of this step.
             return
         tokens = sequence.token_ids[stream.num_sent :]
         now = time.perf_counter()
@@ -532,15 +533,15 @@ class SpecEngine:
             self._changed.notify_all()
 
     def _recover(self, failure: StageError, sequences: list[Sequence]) -> None:
-        """A stage failed. Blame it, and go on with everybody who can be helped.
+        """Go on after a stage failed, with every sequence that can still be served.
 
-        A drafter's failure leaves the drafter out for a while. A failure of the target says nothing about the drafter: the
-        rows go on without drafts, then each alone, and only a row that fails alone ends with the error.
+        A drafter that failed is left out for a while. A failure of the target says nothing about the drafter: the rows go on
+        without drafts; if a step fails again, each row goes on alone; and only a row that fails alone ends with the error.
         """
         group = self._scheduler.group_of(sequences[0])
         if failure.stage is Stage.DRAFT and group is not self._plain:
             self._leave_out(group.name, failure.error)
-            # All that it serves, waiting ones too; the oldest comes to stand first.
+            # All its sequences, waiting ones too, in the order of arrival.
             sequences = self._scheduler.sequences_of(group)
         else:
             logger.error("a pass of the target failed", exc_info=failure.error)
@@ -556,7 +557,7 @@ class SpecEngine:
             self._deliver(sequence)
 
     def _leave_out(self, name: str, error: Exception) -> None:
-        """A drafter failed: nothing is drafted with it for a while, and longer each time."""
+        """Leave a drafter that failed out for a while, and longer each time."""
         known = self._problems.get(name)
         seconds = RETRY_SECONDS if known is None else min(2 * known.seconds, MAX_RETRY_SECONDS)
         self._problems[name] = _Problem(f"{type(error).__name__}: {error}", time.monotonic() + seconds, seconds)
@@ -564,15 +565,15 @@ class SpecEngine:
         self._tell("drafter_failed", name)
 
     def _start_over(self, error: Exception) -> None:
-        """Tell every caller of an error, and begin anew with an empty cache."""
+        """Send every caller an error, and begin again with an empty cache."""
         for sequence in list(self._streams):
-            # What failed may have left anything half done.
+            # The failure may have left anything half done.
             try:
                 self._scheduler.cancel(sequence)
             except Exception:
                 logger.exception("a sequence could not be taken out")
             sequence.fail(error)
             self._deliver(sequence)
-        # Not a new one: what failed may still hold the memory of this one.
+        # Not a new cache, because the failure may still hold the memory of this one.
         self._cache.reset()
         self._set_up()

@@ -1,7 +1,7 @@
-"""Candidate trees: what a drafter proposes and one target pass verifies. Pure tensors, no model.
+"""Candidate trees: what the draft stage gives and the verify stage takes. Pure tensors, no model.
 
-Invariants: node 0 is the root, the last committed token, whose KV is not in the prefix yet; `parents[i] < i`; a node's
-position is the prefix length plus its depth. A padding node has token -1, parent -1 and depth 0: it sees only the prefix and
+Invariants: node 0 is the root, the last committed token, and its KV is not in the prefix yet; `parents[i] < i`; a node's
+position is the prefix length plus its depth. A padding node has token -1, parent -1 and depth 0. It sees only the prefix and
 itself, is nobody's child, and can never be accepted, whatever token the target chooses.
 """
 
@@ -20,13 +20,13 @@ class CandidateTree:
 
     Attributes:
         tokens, parents, depths: [B, N] int64.
-        max_depth: the longest path's length that the shape allows, K; known on the host so that no loop asks the device.
+        max_depth: K, the greatest depth that the shape allows; kept on the host because no loop should ask the device.
         is_chain: every row is one path laid out in order (`parents[i] == i - 1`, padding only at the end).
-        scores: [B, N] float32 log-probability, as the drafter estimates it, that the path down to the node is accepted;
-            never rising along a path. None where the drafter has no estimate.
-        draft_probs: [B, N, V] distribution that node i's token was *drawn* from; None for deterministic drafts, whose
-            draft distribution is a point mass whatever the drafter's own probabilities were.
-        origins: [B, N] each node's number among all that its drafter computed; None where nothing is kept of them.
+        scores: [B, N] float32, the drafter's estimate of the log-probability that the path down to the node is accepted. It
+            never rises along a path. None where the drafter has no estimate.
+        draft_probs: [B, N, V] the distribution that each node's token was *drawn* from; None for deterministic drafts, whose
+            distribution is a point mass, whatever the drafter's own probabilities were.
+        origins: [B, N] each node's index among all nodes that its drafter computed; None where the drafter kept none.
     """
 
     tokens: torch.Tensor
@@ -52,7 +52,7 @@ class CandidateTree:
         return self.tokens >= 0
 
     def ancestor_mask(self) -> torch.Tensor:
-        """[B, N, N] bool: `mask[b, i, j]` is true iff j is i or an ancestor of i."""
+        """[B, N, N] bool: `mask[b, i, j]` is true iff j is i or an ancestor of i in row b."""
         B, N = self.tokens.shape
         eye = torch.eye(N, dtype=torch.bool, device=self.tokens.device).expand(B, N, N)
         if self.is_chain:
@@ -67,7 +67,7 @@ class CandidateTree:
         return mask
 
     def limit_depth(self, limits: torch.Tensor) -> CandidateTree:
-        """Turn the nodes of row b that lie deeper than `limits[b]` into padding; the root always stays."""
+        """Turn the nodes of row b that are deeper than `limits[b]`, `limits` [B], into padding; the root always stays."""
         keep = self.depths <= limits[:, None].clamp(min=0)
         return replace(
             self,
@@ -77,10 +77,10 @@ class CandidateTree:
         )
 
     def prune(self, num_nodes: int) -> CandidateTree:
-        """Keep the `num_nodes` best-scored nodes of every row; order and ancestry survive.
+        """Keep the `num_nodes` best-scored nodes of every row, in their order.
 
-        Scores never rise along a path and ties go to the lower index, which is an ancestor's before its child's, so a node
-        is never kept without its parent, equal scores included.
+        A node is never kept without its parent, because scores never rise along a path and a tie goes to the lower index,
+        the ancestor's.
         """
         B, N = self.tokens.shape
         if num_nodes >= N:
@@ -119,10 +119,11 @@ def chain(
     scores: torch.Tensor | None = None,
     draft_probs: torch.Tensor | None = None,
 ) -> CandidateTree:
-    """A path per row: the root, then `drafts [B, K]` until the first -1.
+    """A path per row: the root, then the drafts before the first -1.
 
     Args:
         roots: [B].
+        drafts: [B, K]; None for only the roots.
         scores: [B, K] log-probability that draft k and all before it are accepted.
         draft_probs: [B, K, V] for sampled drafts.
     """
@@ -147,10 +148,11 @@ def chain(
 
 
 def from_parents(tokens: torch.Tensor, parents: torch.Tensor, scores: torch.Tensor | None = None) -> CandidateTree:
-    """A tree from explicit parents; depths follow from them. Asserts `parents[i] < i` and a root at node 0.
+    """A tree from explicit parents, which give the depths. Asserts `parents[i] < i` and a root at node 0.
 
     Args:
         tokens, parents: [B, N] int64; padding nodes have token -1 and parent -1.
+        scores: [B, N].
     """
     B, N = tokens.shape
     index = torch.arange(N, device=tokens.device)
@@ -167,11 +169,14 @@ def from_parents(tokens: torch.Tensor, parents: torch.Tensor, scores: torch.Tens
 class TreeGrower:
     """Best-first growth of candidate trees, one depth at a time, on the device (https://arxiv.org/abs/2406.16858).
 
-    At every depth the `width` best nodes are expanded; all their children are candidates. A node's score is the sum of its
-    path's log-probabilities, so it never rises along a path, and the best N candidates form a tree.
+    At every depth the `width` best nodes, the beam, are expanded, and all their children are candidates. A node's score is
+    the sum of its path's log-probabilities. It never rises along a path, so the best N candidates form a tree.
+
+    Args:
+        roots: [B].
 
     Attributes:
-        beam_scores: [B, W] of the nodes that are expanded next.
+        beam_scores: [B, W], the scores of the nodes that are expanded next.
     """
 
     def __init__(self, roots: torch.Tensor, width: int) -> None:
@@ -189,10 +194,10 @@ class TreeGrower:
         """Give every node of the beam its children; the best of them are the next beam.
 
         Args:
-            tokens, log_probs: [B, W, k], W being the present beam's size (1 at first: the root).
+            tokens, log_probs: [B, W, k] for the present beam's W nodes; at first only the root.
 
         Returns:
-            The next beam's tokens [B, W'] and the position [B, W'] of each one's parent in the present beam.
+            The next beam's tokens [B, W'], and the index [B, W'] of each one's parent in the present beam.
         """
         settings = {"width": self.width, "first_node": self._num_nodes, "depth": len(self._depths)}
         return self._append(add_children(tokens, log_probs, self._beam, self.beam_scores, **settings))
@@ -201,7 +206,10 @@ class TreeGrower:
         """`expand` by the `width` likeliest children of each node, from logits [B, W, V].
 
         Args:
-            token_ids: [V] the target's id of each drafted one, where they differ.
+            token_ids: [V] the target's id for each draft id, where they differ.
+
+        Returns:
+            As `expand`: tokens and parents [B, W'].
         """
         layer = grow_layer(
             logits,
@@ -225,7 +233,7 @@ class TreeGrower:
         return tokens, parents
 
     def tree(self, num_nodes: int) -> CandidateTree:
-        """The best `num_nodes` candidates, root included."""
+        """The tree of the best `num_nodes` candidates, root included."""
         return CandidateTree(
             tokens=torch.cat(self._tokens, dim=1),
             parents=torch.cat(self._parents, dim=1),

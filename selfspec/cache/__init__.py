@@ -1,1 +1,1 @@
-"""The paged KV cache: which blocks a row has, and the tensors that hold them."""
+"""The paged KV cache: which blocks a row has, and the tensors of those blocks."""

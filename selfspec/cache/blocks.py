@@ -1,9 +1,11 @@
-"""Which blocks of a paged KV cache belong to which row: free list, sharing, eviction. Host only; no tensor is touched here.
+"""Which blocks of the paged KV cache belong to which row: free list, sharing, eviction. Host only; no tensors.
 
-A row's committed prefix fills its storage indices `0 … length - 1`, block after block. Full blocks of a prefix never change,
-so rows that begin alike can share them: `publish` offers a row's full blocks under a digest of all tokens up to their end,
-`adopt` gives an empty row the blocks that fit. A published block without users keeps its content until its place is needed;
-the block unused for longest goes first.
+Prefill and verify reserve blocks here, and compact keeps a path in them. A row's committed prefix fills its storage indices
+`0 … length - 1`, block after block.
+
+Invariant: full blocks of a prefix never change, so rows that begin alike can share them. `publish_blocks` offers a row's
+full blocks under a digest of all tokens up to the block's end; `adopt_blocks` gives an empty row the blocks that match. A
+published block without users keeps its content until its place is needed; the one unused for longest goes first.
 """
 
 from __future__ import annotations
@@ -18,23 +20,23 @@ from typing import Any
 
 
 class CacheFull(MemoryError):
-    """The pool may not grow any further, and every block is in use."""
+    """The pool may not grow any further, and too few blocks are free."""
 
 
 @dataclass(eq=False)
 class CacheRow:
-    """One text's place in the pool. A row serves one text for its life, because it remembers the text's digests."""
+    """One text's place in the pool. A row never serves a second text, because it remembers the first one's digests."""
 
     blocks: list[int] = field(default_factory=list)
     length: int = 0
     is_contiguous: bool = True
-    # Of the text's full blocks so far, each of all tokens up to the block's end.
+    # One digest for each full block of the text so far, of all tokens up to the block's end.
     digests: list[bytes] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """One block's users, the digest that it is published under, and what its publisher keeps with it, by name."""
+    """One block: its users, the digest that it is published under, and the features that are kept with it, by name."""
 
     number: int
     num_users: int = 0
@@ -47,8 +49,8 @@ class BlockPool:
 
     Args:
         max_tokens: the most tokens the pool may ever hold; None for no limit but memory.
-        use_sharing: keep published blocks for rows to come. Needs `max_tokens`, because kept blocks fill the pool.
-        least_growth: blocks that the pool grows by at least.
+        use_sharing: keep published blocks for later rows. Needs `max_tokens`, because kept blocks fill the pool.
+        least_growth: the fewest blocks that the pool grows by.
     """
 
     def __init__(
@@ -60,16 +62,16 @@ class BlockPool:
         self.use_sharing = use_sharing
         self.least_growth = least_growth
         self._blocks: list[Block] = []
-        # A heap: the lowest numbers are handed out first, so that rows are contiguous where they can be.
+        # A heap that gives out the lowest numbers first, because rows should be contiguous where they can be.
         self._free: list[int] = []
         self._published: dict[bytes, Block] = {}
-        # Published blocks without users, in the order in which they are given up.
+        # Published blocks without users, in the order in which they will be given up.
         self._idle: dict[int, Block] = {}
 
     def reset(self) -> None:
         """Forget every row and everything published; the blocks stay."""
         self._blocks = [Block(number) for number in range(len(self._blocks))]
-        # Ascending numbers are a heap.
+        # A sorted list is a heap.
         self._free = list(range(len(self._blocks)))
         self._published.clear()
         self._idle.clear()
@@ -102,7 +104,7 @@ class BlockPool:
 
     def trim(self, row: CacheRow) -> None:
         """Take back the blocks that a row's prefix does not need."""
-        # The last first: a prefix is of no use without its beginning.
+        # The last block first, because a prefix is of no use without its beginning.
         while len(row.blocks) * self.block_size >= row.length + self.block_size:
             block = self._blocks[row.blocks.pop()]
             block.num_users -= 1
@@ -124,10 +126,10 @@ class BlockPool:
         row.length = length
 
     def reserve(self, rows: Sequence[CacheRow], num_nodes: int) -> None:
-        """Give every row room for `num_nodes` slots after its prefix; the pool grows where it must.
+        """Give every row room for `num_nodes` slots after its prefix. The pool grows if it must.
 
         Raises:
-            CacheFull: the pool may not grow any further; nothing has changed.
+            CacheFull: the pool may not grow any further. Nothing has changed.
         """
         wanted = self._num_wanted(rows, num_nodes)
         missing = sum(wanted) - len(self._free)
@@ -147,18 +149,18 @@ class BlockPool:
     def can_adopt(
         self, row: CacheRow, token_ids: Sequence[int], names: Iterable[int], num_tokens: int, num_spare: int
     ) -> bool:
-        """Whether an empty row could `adopt`, then `reserve` room for `num_tokens` in all, and leave `num_spare` blocks."""
+        """Whether an empty row could adopt blocks, reserve room for `num_tokens` in all, and leave `num_spare` blocks."""
         if self.max_blocks is None:
             return True
         found = self._shared(row, token_ids, names)
-        # Blocks that nobody uses count as free until they are adopted.
+        # A block without users counts as free until it is adopted.
         num_taken = -(-num_tokens // self.block_size) - sum(block.num_users > 0 for block in found)
         return num_taken + num_spare <= self.max_blocks - self.num_used_blocks
 
     def publish_blocks(self, row: CacheRow, token_ids: Sequence[int]) -> list[Block]:
-        """Offer the full blocks of a row's prefix, which holds `token_ids`; returns the block offered for each of them.
+        """Offer the full blocks of a row's prefix, which holds `token_ids`; returns the offered blocks in order.
 
-        A block that an earlier row published under the same digest stays the one that is offered.
+        Where an earlier row has published a block under the same digest, that block stays on offer.
         """
         if not self.use_sharing:
             return []
@@ -173,7 +175,7 @@ class BlockPool:
         return offered
 
     def adopt_blocks(self, row: CacheRow, token_ids: Sequence[int], names: Iterable[int] = ()) -> list[Block]:
-        """Let an empty row begin with the published blocks that hold the beginning of `token_ids`, and everything named."""
+        """Let an empty row begin with the published blocks for the beginning of `token_ids` that keep all `names`."""
         assert not row.blocks
         found = self._shared(row, token_ids, names)
         for block in found:
@@ -195,7 +197,7 @@ class BlockPool:
         return found
 
     def _digests(self, row: CacheRow, token_ids: Sequence[int]) -> list[bytes]:
-        """One for every full block of `token_ids`, remembered in the row: equal digests mean equal prefixes."""
+        """A digest for every full block of `token_ids`, remembered in the row. Equal digests mean equal prefixes."""
         known, num_full = row.digests, len(token_ids) // self.block_size
         for number in range(len(known), num_full):
             tokens = array("q", token_ids[number * self.block_size : (number + 1) * self.block_size]).tobytes()
@@ -208,7 +210,7 @@ class BlockPool:
 
     def _find_blocks(self, num_missing: int) -> None:
         """Make `num_missing` more blocks free: grow the pool, and give up idle blocks where it may not grow."""
-        # By half at least, so that copying stays a constant cost a token.
+        # By half at least, because copying then costs a constant time per token.
         num_new = max(num_missing, len(self._blocks) // 2, self.least_growth)
         if self.max_blocks is not None:
             num_new = min(num_new, self.max_blocks - len(self._blocks))

@@ -1,8 +1,10 @@
-"""The paged KV cache's tensors: where rows lie, what a pass reads and writes, and how an accepted path is kept.
+"""The paged KV cache's tensors: what prefill and verify read and write, and the stage "compact", which keeps a path.
 
 A verify pass writes the candidate tree's N nodes after a row's prefix, at storage indices `length … length + N - 1`, in
-scratch slots of the row's own blocks. Accepting a path copies its entries down to the prefix's end; the next pass overwrites
-everything else there. Which blocks a row has is `selfspec.cache.blocks`' business.
+scratch slots of the row's own blocks. Compacting moves the accepted path's entries to the prefix's end, and the next pass
+overwrites the rest. `selfspec.cache.blocks` decides which blocks a row has.
+
+Invariant: after compaction and `advance` a row holds what a prefill of its committed tokens would have stored.
 """
 
 from __future__ import annotations
@@ -43,9 +45,9 @@ class Places:
     """Where rows lie in the pool, on its device.
 
     Attributes:
-        lengths: [B] int64, the tokens of each prefix.
-        block_tables: [B, M] int64, padded with block 0.
-        rows: the same on the host; None where a CUDA graph will run with other numbers.
+        lengths: [B] int64, the length of each row's prefix.
+        block_tables: [B, M] int64, each row's blocks, padded with block 0.
+        rows: the rows themselves, on the host; None in a CUDA graph, which will run with other numbers.
     """
 
     lengths: torch.Tensor
@@ -54,35 +56,35 @@ class Places:
 
     @classmethod
     def unpack(cls, numbers: torch.Tensor) -> Places:
-        """From what `KVCache.pack` made, [B, 1 + M]."""
+        """From the tensor [B, 1 + M] that `KVCache.pack` made."""
         return cls(numbers[:, 0].contiguous(), numbers[:, 1:])
 
     def advanced(self, num_tokens: torch.Tensor) -> Places:
-        """The same rows with `num_tokens` [B] more in their prefixes."""
+        """The same rows with `num_tokens` [B] more tokens in their prefixes."""
         rows = None
         if self.rows is not None and not is_compiled_for(num_tokens):
-            # What the kernels' twins read; where kernels run, nobody waits for the device.
+            # Only the kernels' twins read rows. Where kernels run, this would wait for the device.
             rows = [replace(row, length=row.length + n) for row, n in zip(self.rows, num_tokens.tolist(), strict=True)]
         return Places(self.lengths + num_tokens, self.block_tables, rows)
 
 
 _SERIALS = itertools.count()
-# Bytes by which a pool grows at least where its addresses are captured: every growth then invalidates all CUDA graphs.
+# The fewest bytes that a pool grows by where CUDA graphs hold its addresses, because every growth invalidates all graphs.
 CAPTURED_GROWTH = 64 << 20
 
 
 class KVCache(BlockPool):
-    """A block pool with tensors: one slot a token, of every layer.
+    """A block pool with tensors: one slot per token in every layer.
 
     Args:
         shape: what one token stores.
         max_tokens, block_size, use_sharing: as in `BlockPool`.
-        is_captured: CUDA graphs hold its addresses, so it takes all its memory at once where it has a limit, and grows in
-            large steps where it has none.
+        is_captured: CUDA graphs hold the addresses, so the cache takes all its memory at once if it has a limit, and grows
+            in large steps if it has none.
 
     Attributes:
         keys, values: [L, num_slots, G, D].
-        serial: identifies the addresses of `keys` and `values` in graph keys; a new number whenever they change.
+        serial: identifies the addresses of `keys` and `values` in graph keys; it changes whenever they do.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class KVCache(BlockPool):
                 free = torch.cuda.mem_get_info(device)[0] / 2**30
                 raise MemoryError(
                     f"a KV cache of {self.max_tokens} tokens takes {size:.1f} GiB, and {free:.1f} GiB are free on "
-                    f"{device}: lower max_tokens, a server's cache_tokens"
+                    f"{device}: lower max_tokens (a server's cache_tokens)"
                 ) from error
 
     @property
@@ -119,9 +121,9 @@ class KVCache(BlockPool):
         return self.keys.device
 
     def grow(self, num_new: int) -> None:
-        """Add `num_new` free blocks; rows keep what they hold, at other addresses."""
+        """Add `num_new` free blocks. The tensors move to other addresses with what rows hold."""
         num_slots = (self.num_blocks + num_new) * self.block_size
-        # Both first: if the second does not fit, nothing has changed.
+        # Allocate both first: if the second does not fit, nothing has changed.
         larger = [old.new_empty(old.shape[0], num_slots, *old.shape[2:]) for old in (self.keys, self.values)]
         for old, new in zip((self.keys, self.values), larger, strict=True):
             new[:, : old.shape[1]] = old
@@ -133,7 +135,7 @@ class KVCache(BlockPool):
         """Offer the full blocks of a row's prefix, which holds `token_ids`, to rows that begin alike.
 
         Args:
-            features: of these tokens, each [1, T, E]; a row whose drafter wants features adopts only what has them.
+            features: of these T tokens, each [1, T, E]. A row whose drafter needs features adopts only blocks with them.
         """
         for number, block in enumerate(self.publish_blocks(row, token_ids)):
             span = slice(number * self.block_size, (number + 1) * self.block_size)
@@ -146,46 +148,46 @@ class KVCache(BlockPool):
         """Let an empty row begin with the published blocks that hold the beginning of `token_ids`.
 
         Returns:
-            The features asked for, each [1, T, E], of the T tokens that the row has now; nothing where T is 0.
+            The features asked for, each [1, T, E], of the T tokens that the row has now; empty where T is 0.
         """
         found = self.adopt_blocks(row, token_ids, features)
         return {name: torch.cat([block.kept[name] for block in found])[None] for name in features} if found else {}
 
     def pack(self, rows: Sequence[CacheRow], num_columns: int = 0) -> torch.Tensor:
-        """Lengths and block tables of rows as one host tensor [B, 1 + M] int64, M at least `num_columns`."""
+        """The rows' lengths and block tables as one host tensor [B, 1 + M] int64, M at least `num_columns`."""
         num_columns = max(num_columns, *(len(row.blocks) for row in rows))
         return torch.tensor([[row.length, *row.blocks, *[0] * (num_columns - len(row.blocks))] for row in rows])
 
     def place(self, rows: Sequence[CacheRow], num_nodes: int) -> Places:
-        """Room for `num_nodes` slots after every row's prefix, and where the rows lie now.
+        """Reserve `num_nodes` slots after every row's prefix; returns where the rows lie now.
 
-        Growth and `advance` outdate the result, so it is for one pass.
+        The result is for one pass, because growth and `advance` outdate it.
 
         Raises:
-            CacheFull: there is no room; nothing has changed.
+            CacheFull: there is no room. Nothing has changed.
         """
         self.reserve(rows, num_nodes)
         return self.locate(rows)
 
     def locate(self, rows: Sequence[CacheRow]) -> Places:
-        """Where rows lie now, with the room that they have."""
+        """Where the rows lie now; nothing is reserved."""
         return replace(Places.unpack(self.pack(rows).to(self.device, non_blocking=True)), rows=list(rows))
 
     def layout(self, places: Places, tree: CandidateTree, num_new: int | None = None) -> tuple[TreeLayout, torch.Tensor]:
-        """Where a pass reads, and the slots it writes; `place` must have made the room.
+        """Where a pass reads and which slots it writes. `place` comes first, because the room must be there.
 
         Args:
-            num_new: how many of the tree's last nodes the pass computes, all by default; the others are stored already.
+            num_new: how many of the tree's last nodes the pass computes; all by default. The others are stored already.
 
         Returns:
-            The layout and the new nodes' slots [B * num_new].
+            The layout, and the new nodes' slots [B * num_new].
         """
         N = tree.num_nodes
         first = 0 if num_new is None else N - num_new
         lengths, tables, rows = places.lengths, places.block_tables, places.rows
         for row in rows or ():
             assert row.length + N <= len(row.blocks) * self.block_size, "place comes before layout"
-        # What the kernel's twin reads.
+        # Only the kernel's twin reads slots.
         has_slots = rows is not None and not is_compiled_for(self.keys)
         layout = TreeLayout(
             block_tables=tables,
@@ -211,7 +213,7 @@ class KVCache(BlockPool):
         return self._slots(torch.tensor([row.blocks]).to(self.device), index[None])[0]
 
     def arrange(self, places: Places, origins: torch.Tensor, *, num_layers: int) -> None:
-        """Move the scratch entries `origins` [B, N], ascending, to the first N scratch slots, in the first layers only."""
+        """Move the scratch entries `origins` [B, N], ascending, to the first N scratch slots, in the first `num_layers`."""
         lengths, tables = places.lengths, places.block_tables
         source = self._slots(tables, lengths[:, None] + origins)
         target = self._slots(tables, lengths[:, None] + torch.arange(origins.shape[1], device=self.device))
@@ -220,23 +222,23 @@ class KVCache(BlockPool):
     def compact(self, places: Places, tree: CandidateTree, path: torch.Tensor, num_accepted: torch.Tensor) -> None:
         """Move the accepted path's KV to the prefix's end. `advance` then counts it in.
 
-        Args:
-            path: [B, K + 1] accepted nodes, the root first, -1 past the end.
-            num_accepted: [B] accepted nodes without the root.
-
-        A row that repeats the one before it, as a filled-up batch has them, moves nothing: two programs at once on one
+        A row that repeats the one before it, as in a batch that was filled up, moves nothing, because two programs on one
         path would read what the other has written.
+
+        Args:
+            path: [B, K + 1] accepted nodes, the root first, -1 after the end.
+            num_accepted: [B] accepted nodes without the root.
         """
         if tree.is_chain:
-            # A chain's path lies in its storage order already.
+            # A chain's nodes are stored in path order already.
             return
         lengths, tables = places.lengths, places.block_tables
         steps = torch.arange(path.shape[1], device=self.device).expand_as(path)
-        # Past the path's end a slot is moved onto itself: shapes stay fixed and nothing changes.
+        # After the path's end a slot moves onto itself, because shapes must stay fixed.
         target = self._slots(tables, lengths[:, None] + steps.minimum(num_accepted[:, None]))
         source_nodes = torch.where(path >= 0, path, path.gather(1, num_accepted[:, None]))
         source = self._slots(tables, lengths[:, None] + source_nodes)
-        # No two rows have a scratch slot in common. The root's stays where it is.
+        # Different rows have no scratch slot in common, so an equal root slot shows a repeated row. The root never moves.
         is_repeated = torch.cat([target.new_zeros(1, dtype=torch.bool), target[1:, 0] == target[:-1, 0]])[:, None]
         source, target = (torch.where(is_repeated, target[:, :1], each) for each in (source, target))
         kv_compaction(self.keys, self.values, source, target)

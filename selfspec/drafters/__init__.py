@@ -1,4 +1,4 @@
-"""What proposes tokens: one file a drafter, and the table that knows them by name."""
+"""The stage "draft a candidate tree": one file for each drafter, and a table of their names."""
 
 from selfspec.drafters.draft_model import DraftModelDrafter
 from selfspec.drafters.eagle import EagleDrafter

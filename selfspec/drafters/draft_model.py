@@ -1,12 +1,14 @@
-"""A small model of the same vocabulary drafts a chain, token by token (https://arxiv.org/abs/2211.17192), or a tree.
+"""Draft with a small model of the same vocabulary: a chain (https://arxiv.org/abs/2211.17192), or a tree.
 
-The draft model is itself a `Target` with its own KV cache. Invariant: of every row it has cached a prefix of the committed
-tokens; the rest (one token after a rejection, two after a fully accepted chain) is caught up at the next proposal's first
-pass. Rolling back is shortening the prefix.
+The draft model is itself a `Target` with its own KV cache.
+
+Invariant: for every row it has cached a prefix of the committed tokens. The next proposal's first pass enters the rest (one
+token after a rejection, two after a fully accepted chain). Rolling back only shortens the prefix.
 
 Deterministic drafts (the default) take the token that the *draft's* processed logits and the *target's* noise at that
-position choose: a function of seed and position, so exactness does not depend on it, and the better draft and target agree,
-the more often both choose the same token. Sampled drafts are drawn with noise of their own and verified by `accept_sampled`.
+position choose. Both choose the same token more often, the better draft and target agree. The noise depends only on seed and
+position, so exactness does not depend on the draft. Sampled drafts are drawn with their own noise and verified by
+`accept_sampled`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The most tokens that the first pass of a proposal catches up; more are prefilled before it.
+# The most missing tokens that a proposal's first pass enters; if more are missing, they are prefilled before it.
 CATCH_UP = 16
 
 
@@ -41,10 +43,10 @@ class DraftModelDrafter(Drafter):
     Args:
         draft: the draft model; its logits are cut or padded to the target's vocabulary size.
         vocab_size: the target's.
-        is_sampled: draw the drafts and verify by speculative sampling: the target's law, but no longer token for token what
-            plain sampling gives with the same seed.
-        width: nodes expanded at each depth of a greedy draft, and children considered of each; 1 drafts a chain. Rows that
-            sample always get a chain: its tokens can follow the target's own noise.
+        is_sampled: draw the drafts and verify by speculative sampling. The output has the target's law, but it is no longer
+            token for token what plain sampling gives with the same seed.
+        width: nodes expanded at each depth of a greedy draft, and children considered for each; 1 drafts a chain. Rows that
+            sample always get a chain, because its tokens can follow the target's own noise.
         num_nodes: most nodes of a tree, root included.
     """
 
@@ -87,7 +89,7 @@ class DraftModelDrafter(Drafter):
         K = num_draft_tokens
         if K == 0:
             return Proposal(chain(batch.roots))
-        # How deep each row's draft can be of use; a roomier row in the batch does not change that.
+        # The length of each row's text with its deepest useful draft, whatever room other rows have.
         ends = [s.num_tokens + min(K, s.max_depth) for s in batch.sequences]
         active = [b for b, end in enumerate(ends) if end <= self.draft.context_length]
         paused = tuple(b for b, end in enumerate(ends) if end > self.draft.context_length)
@@ -104,7 +106,7 @@ class DraftModelDrafter(Drafter):
         return Proposal(tree, is_typical=self.draft.passes.num_set_up == num_set_up, paused=paused)
 
     def _draft(self, batch: Batch, active: list[int], depth: int) -> CandidateTree:
-        """Chains or trees for the active rows, roots alone for the others."""
+        """Chains or trees for the active rows, only roots for the others."""
         rows = [self._rows[batch.sequences[b]] for b in active]
         index = torch.tensor(active).to(batch.device)
         logits = self._catch_up(batch, active, rows)
@@ -140,16 +142,16 @@ class DraftModelDrafter(Drafter):
         features: Mapping[int, torch.Tensor],
         num_new: list[int],
     ) -> None:
-        """Forget the drafts that were not accepted: the draft's prefix never outgrows the target's.
+        """Drop the drafts that were not accepted, because the draft's prefix must not be longer than the target's.
 
-        A tree's nodes were never part of the prefix: its accepted path is caught up with the next proposal.
+        A tree's nodes were never in the prefix. The next proposal enters its accepted path.
         """
         for sequence in batch.sequences:
             row = self._rows[sequence]
             self._cache.rewind(row, min(row.length, sequence.row.length))
 
     def _catch_up(self, batch: Batch, active: list[int], rows: list[CacheRow]) -> torch.Tensor:
-        """Cache the committed tokens that the draft has not seen; logits [A, V] after each row's root."""
+        """Enter the committed tokens that the draft has not seen; returns the logits [A, V] after each active row's root."""
         pending = []
         for b, row in zip(active, rows, strict=True):
             num_tokens = batch.sequences[b].num_tokens
@@ -168,13 +170,21 @@ class DraftModelDrafter(Drafter):
         return logits.gather(1, (count - 1)[:, None, None].expand(-1, 1, logits.shape[-1]))[:, 0]
 
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens past the draft's vocabulary (the target's has more padding) read as its last: worse drafts at most."""
+        """Tokens [...] with ids past the draft's vocabulary read as its last id, which can only make drafts worse.
+
+        The target may have such ids, because its vocabulary may be padded further.
+        """
         return tokens.clamp(max=self.draft.vocab_size - 1)
 
     def _choose(
         self, batch: Batch, logits: torch.Tensor, index: torch.Tensor, depth: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each row's next draft [B], and the distribution it was drawn from [B, V] (for sampled drafts)."""
+        """Each row's next draft [B], and for sampled drafts the distribution [B, V] it was drawn from.
+
+        Args:
+            logits: [A, V'] of the active rows.
+            index: [A] the active rows' numbers.
+        """
         fitted = logits.new_zeros(len(batch), self.vocab_size)
         fitted[index] = fit_vocab(logits, self.vocab_size)
         sampler = batch.sampler
@@ -189,7 +199,7 @@ class DraftModelDrafter(Drafter):
 
 
 def fit_vocab(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Cut or pad draft logits [..., V'] to the target's vocabulary: padded embeddings give equal tokenizers unequal V."""
+    """Cut or pad draft logits [..., V'] to the target's [..., V]: equal tokenizers may come with differently padded V."""
     size = logits.shape[-1]
     if size >= vocab_size:
         return logits[..., :vocab_size]
@@ -197,7 +207,11 @@ def fit_vocab(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def check_same_tokenizer(target: Any, draft: Any) -> None:
-    """Raise a ValueError naming the first difference unless both tokenizers give every text the same ids."""
+    """Refuse a draft model whose tokenizer gives other ids than the target's.
+
+    Raises:
+        ValueError: a tokenizer is missing, or they differ; the sentence names the first difference.
+    """
     if target is None or draft is None:
         raise ValueError("a draft model needs the target's own tokenizer, and one of the two models has none")
     ours, theirs = target.get_vocab(), draft.get_vocab()
@@ -211,13 +225,13 @@ def check_same_tokenizer(target: Any, draft: Any) -> None:
     extra = sorted(set(theirs) - set(ours), key=theirs.__getitem__)
     if extra:
         raise ValueError(
-            f"the draft model's tokenizer differs from the target's: token {extra[0]!r} (id {theirs[extra[0]]}) is the "
-            "draft's alone; a draft model needs the target's own tokenizer"
+            f"the draft model's tokenizer differs from the target's: only the draft has token {extra[0]!r} "
+            f"(id {theirs[extra[0]]}); a draft model needs the target's own tokenizer"
         )
     sample = "Hello, world! 12345 déjà vu\n\tx = [1, 2]  # 日本"
     ids = target(sample).input_ids, draft(sample).input_ids
     if ids[0] != ids[1]:
         raise ValueError(
-            f"the draft model's tokenizer splits text otherwise than the target's ({ids[1][:8]} against {ids[0][:8]} …): "
+            f"the draft model's tokenizer splits text differently from the target's ({ids[1][:8]}, not {ids[0][:8]} …); "
             "a draft model needs the target's own tokenizer"
         )

@@ -1,10 +1,10 @@
-"""EAGLE: a one-layer head continues the target's features and grows a tree (https://arxiv.org/abs/2406.16858).
+"""EAGLE: a one-layer head drafts a candidate tree from the target's features (https://arxiv.org/abs/2406.16858).
 
-The head has a KV cache of its own. With the root at position T it holds entries 0 … T - 1, each computed from the target's
-features (see `selfspec.heads.eagle` for what an entry pairs): features that came with the last verify pass are pending
-and are entered, over whatever was drafted there, before the next tree grows. Entry T - 1 carries the root's embedding, and
-its logits are the first draft's. Drafted nodes are scratch entries behind it: a node of depth d is entry T - 1 + d, and
-its hidden input is the output of its parent's entry.
+The head has its own KV cache. Invariant: with the root at position T, a tree grows from entries 0 … T - 1, each computed
+from the target's features (`selfspec.heads.eagle` says what an entry pairs). The features of the last verify pass wait, and
+are entered before the next tree grows, over what was drafted in their slots. Entry T - 1 carries the root's embedding, and
+its logits give the first drafts. Drafted nodes are scratch entries after it: a node of depth d is entry T - 1 + d, and its
+hidden input is the output of its parent's entry.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Entries of a prompt that a pass takes, and features of a row that may wait while nothing is drafted.
+# The most prompt entries in one pass, and the most features of a row that wait while nothing is drafted.
 PREFILL_CHUNK = 256
 MAX_PENDING = 256
 
 
 @dataclass
 class _Row:
-    """One sequence's state: its cache row, and the features, side by side, that wait to be entered."""
+    """One sequence's state: its cache row, and the concatenated features that wait to be entered."""
 
     cache_row: CacheRow
     pending: WaitingFeatures
 
 
 class EagleDrafter(Drafter):
-    """Drafts with a trained EAGLE head, on a copy of the given head that shares its weights.
+    """Drafts with a trained EAGLE head. It uses a copy of the given head that shares the weights.
 
     Args:
         num_draft_tokens: depth of the tree.
         num_nodes: most nodes of the tree, root included.
-        width: nodes expanded at each depth, and children considered of each.
+        width: nodes expanded at each depth, and children considered for each.
     """
 
     is_costly = True
@@ -82,7 +82,7 @@ class EagleDrafter(Drafter):
         self.num_draft_tokens = num_draft_tokens or shape.num_draft_tokens
         self.num_nodes = num_nodes or shape.num_nodes
         self.width = width or shape.width
-        # The target's rows give products that the target's own way turns into logits.
+        # Products with the target's LM head become logits as the target's own do.
         has_own_output = isinstance(head, EagleHead) and head.lm_head is not None
         self._logit_shape = LogitShape() if has_own_output else target.logit_shape
         own = private_copy(head).to(target.device, target.dtype)
@@ -103,7 +103,7 @@ class EagleDrafter(Drafter):
         self._rows: dict[Sequence, _Row] = {}
 
     def admit(self, sequence: Sequence, features: Mapping[int, torch.Tensor]) -> None:
-        """Enter all of the prompt but its last feature, which waits like those of a verify pass."""
+        """Enter all of the prompt's features but the last, which waits like those of a verify pass."""
         taken = torch.cat([features[name] for name in self.features], dim=-1)  # [1, T, number of them * E]
         row = self._rows[sequence] = _Row(self._cache.open_row(), WaitingFeatures())
         num_entries = max(taken.shape[1] - 1, 0)
@@ -115,7 +115,7 @@ class EagleDrafter(Drafter):
             self._enter_prompt(row.cache_row, tokens[chunk], taken[:, chunk])
 
     def _enter_prompt(self, row: CacheRow, tokens: list[int], waiting: torch.Tensor) -> None:
-        """Commit one chunk of a prompt: T tokens and the features [1, T, number of them * E] that they are paired with."""
+        """Commit one chunk of a prompt: T tokens, and the features [1, T, number of features * E] paired with them."""
         passes = self._target.passes
         shape = passes.chunk_shape(len(tokens), row, self._cache)
         num_entries = len(tokens) if shape is None else shape.num_nodes
@@ -154,14 +154,14 @@ class EagleDrafter(Drafter):
         features: Mapping[int, torch.Tensor],
         num_new: list[int],
     ) -> None:
-        """The accepted path's features wait to be entered."""
+        """Keep the accepted path's features, which wait to be entered."""
         taken = torch.cat([features[name] for name in self.features], dim=-1)  # [B, K + 1, number of them * E]
         for b, (sequence, count) in enumerate(zip(batch.sequences, num_new, strict=True)):
             self._rows[sequence].pending.add(taken, b, 0, count)
         self._catch_up(batch.sequences, MAX_PENDING)
 
     def _catch_up(self, sequences: list[Sequence], most: int) -> bool:
-        """Where more than `most` features of a row wait, enter all but the newest of every row; whether there were."""
+        """If more than `most` features of a row wait, enter all but the newest of every row; returns whether it did."""
         counts = [len(self._rows[sequence].pending) for sequence in sequences]
         if max(counts) <= most:
             return False
@@ -177,7 +177,7 @@ class EagleDrafter(Drafter):
         return True
 
     def _grow(self, sequences: list[Sequence], depth: int) -> CandidateTree:
-        """Enter what waits for the rows, and grow a tree for each of them."""
+        """Enter the waiting features of the rows, and grow a tree for each row."""
         passes = self._target.passes
         rows = [self._rows[sequence].cache_row for sequence in sequences]
         counts = [len(self._rows[sequence].pending) for sequence in sequences]
@@ -200,14 +200,14 @@ class EagleDrafter(Drafter):
         return from_tensors(tree, depth=depth)
 
     def _count_in(self, sequences: list[Sequence], counts: list[int]) -> None:
-        """So many features of each row were entered."""
+        """Count `counts` features of each row as entered."""
         for sequence, count in zip(sequences, counts, strict=True):
             row = self._rows[sequence]
             self._cache.advance(row.cache_row, count)
             row.pending.drop(count)
 
     def _waiting_ids(self, sequences: list[Sequence], counts: list[int], num_entries: int) -> torch.Tensor:
-        """Host tensor [A, 1 + num_entries]: the root, then the tokens whose embeddings the entries need, -1 past them."""
+        """Host tensor [A, 1 + num_entries]: the root, then the tokens whose embeddings the entries need, then -1."""
         ids = []
         for sequence, count in zip(sequences, counts, strict=True):
             first = self._rows[sequence].cache_row.length + 1
@@ -217,14 +217,14 @@ class EagleDrafter(Drafter):
         return torch.tensor(ids)
 
     def _waiting(self, sequences: list[Sequence], num_entries: int) -> torch.Tensor:
-        """[A, num_entries, number of features * E]; past a row's own anything."""
+        """The rows' waiting features [A, num_entries, number of features * E]; garbage after a row's last."""
         return WaitingFeatures.collect([self._rows[sequence].pending for sequence in sequences], num_entries)
 
     def _draft(self, places: Places, ids: torch.Tensor, waiting: torch.Tensor, depth: int) -> CandidateTree:
-        """Enter what waits, then grow a tree: a function of tensors.
+        """Enter the waiting features, then grow a tree. A function of tensors.
 
         Args:
-            places: where the rows lie before what waits is entered.
+            places: where the rows lie before the features are entered.
             ids: [A, 1 + N], as `_waiting_ids` gives them.
             waiting: [A, N, number of features * E].
         """
@@ -261,14 +261,14 @@ class EagleDrafter(Drafter):
     def _enter_fused(
         self, fused: EaglePass, entries: CandidateTree, places: Places, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output layer's products [A, N, V] and what is fed back [A, N, E], of entries with hidden states [A, N, E]."""
+        """Products [A, N, V] and states to feed back [A, N, E], by the fused pass, from `hidden` [A, N, E]."""
         layout, slots = self._cache.layout(places, entries)
         angles = fused.angles(layout.lengths[:, None] + entries.depths)
         return fused(hidden, entries.tokens.clamp(min=0), angles, layout, slots)
 
     @torch.inference_mode()
     def _check_pass(self) -> None:
-        """Give the fused pass up where it and the head's own forward differ: a head may have what it does not know."""
+        """Drop the fused pass if it differs from the head's own forward, because a head may have parts unknown to it."""
         assert self._pass is not None
         generator = torch.Generator().manual_seed(0)
         size = self.head.config.target.hidden_size
@@ -279,22 +279,31 @@ class EagleDrafter(Drafter):
         own = self._output_layer(self._enter(entries, places, hidden, 5)[0]).float()
         fused = self._enter_fused(self._pass, entries, places, hidden)[0].float()
         self._cache.release(row)
-        # Low precision rounds at other places.
+        # In low precision the two round at different places.
         gap = float((fused - own).norm() / own.norm())
         if not gap < (1e-3 if hidden.dtype == torch.float32 else 5e-2):
             logger.warning(
-                "%s: the fused pass gives other logits (relative gap %.2g), so the head's own runs", self.name, gap
+                "%s: the fused pass gives different logits (relative gap %.2g), so the head's own pass runs",
+                self.name,
+                gap,
             )
             self._pass = None
 
     def _fuse(self, waiting: torch.Tensor) -> torch.Tensor:
-        """[A, N, E] from features side by side."""
+        """The head's fused features [A, N, E] from concatenated ones [A, N, number of features * E]."""
         return self.head.fuse(list(waiting.chunk(len(self.features), dim=-1)))
 
     def _enter(
         self, entries: CandidateTree, places: Places, hidden: torch.Tensor, num_new: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the head over the last `num_new` of `entries`, whose KV goes to the rows' scratch slots."""
+        """Run the head over the last `num_new` of `entries` and store their KV in the rows' scratch slots.
+
+        Args:
+            hidden: [A, num_new, E], the entries' hidden inputs.
+
+        Returns:
+            The normed states for the output layer, and the states to feed back, [A, num_new, E] each.
+        """
         layout, write_slots = self._cache.layout(places, entries, num_new)
         keys, values = self._cache.keys[0], self._cache.values[0]
 

@@ -1,9 +1,11 @@
-"""Early exit: the target's own first layers draft, a few trained blocks on top, and verification goes on where they stopped.
+"""Early exit: the target's first layers and a few trained blocks draft a candidate tree; verify goes on from those layers.
 
-Draft and verification share the first E layers' KV cache: every drafted node's entries are what verification needs, so that
-`verify` moves the chosen nodes' entries to their slots and runs the layers from E on only. The blocks have a cache of their
-own, an entry for each token: with the root at position T it holds entries 0 … T - 1 and gets the root's at the next
-proposal, computed from the hidden states entering layer E, which are exact for drafted nodes, too.
+Draft and verify share the first E layers' KV cache. Drafting computes every node's entries there, so the proposal's `verify`
+only moves the chosen nodes' entries to their slots and runs the layers from E on.
+
+Invariant: the blocks have their own cache with an entry for each token. With the root at position T it holds entries
+0 … T - 1, and the next proposal adds the root's. Entries are computed from the hidden states that enter layer E, which are
+exact for drafted nodes too.
 """
 
 from __future__ import annotations
@@ -32,25 +34,25 @@ if TYPE_CHECKING:
     from selfspec.loop.batch import Batch
     from selfspec.loop.sequence import Sequence
 
-# Hidden states that one pass of the blocks enters, and that may wait while nothing is drafted.
+# The most hidden states that one pass of the blocks enters, and that wait while nothing is drafted.
 CHUNK = 256
 
 
 @dataclass
 class _Row:
-    """One sequence's state: the blocks' cache row, and the hidden states not entered yet."""
+    """One sequence's state: the blocks' cache row, and the hidden states that wait to be entered."""
 
     cache_row: CacheRow
     pending: WaitingFeatures
 
 
 class EarlyExitDrafter(Drafter):
-    """Drafts with a trained early-exit head without LoRA, on a copy of the given head that shares its weights.
+    """Drafts with a trained early-exit head without LoRA. It uses a copy of the given head that shares the weights.
 
     Args:
         num_draft_tokens: depth of the tree.
         num_nodes: most nodes of the tree, root included.
-        width: nodes expanded at each depth, and children considered of each.
+        width: nodes expanded at each depth, and children considered for each.
     """
 
     is_costly = True
@@ -66,7 +68,7 @@ class EarlyExitDrafter(Drafter):
         width: int | None = None,
         name: str = "early_exit",
     ) -> None:
-        assert not head.config.lora_rank, "adapted layers have keys and values of their own: a draft model serves them"
+        assert not head.config.lora_rank, "layers with LoRA have their own keys and values, so a draft model serves them"
         shape = self.default_shape.on(target.device)
         self.name = name
         self.num_draft_tokens = num_draft_tokens or shape.num_draft_tokens
@@ -77,7 +79,7 @@ class EarlyExitDrafter(Drafter):
         self.head = private_copy(head).to(target.device, target.dtype)
         lay_out(self.head)
         self._target = target
-        # Found now, because finding it takes a pass of the model.
+        # Computed now, because it takes a pass of the model.
         _ = target.logit_shape
         self._split = SplitTarget(target, self.exit_layer)
         self._blocks = self.head.student(target.model)
@@ -112,7 +114,7 @@ class EarlyExitDrafter(Drafter):
             entered = self._split.enter(nodes, batch.rows, batch.cache, tokens.shape[1])
             drafted = torch.cat([drafted, entered], dim=1)
             if depth < K:
-                # The blocks' cache has the root in its prefix.
+                # Without the root, because it is in the prefix of the blocks' cache.
                 below = append(below, tokens, parent, width_before=width_before)
                 hidden = self._run_blocks(below, cache_rows, entered)
             width_before = tokens.shape[1]
@@ -121,10 +123,10 @@ class EarlyExitDrafter(Drafter):
         return Proposal(tree, verify=partial(self._resume, batch.cache, drafted))
 
     def _resume(self, cache: KVCache, drafted: torch.Tensor, tree: CandidateTree, places: Places) -> Verification:
-        """Go on at layer E with what drafting computed; the first layers' KV moves to the slots of the nodes kept.
+        """Go on at layer E with what drafting computed. The first layers' KV moves to the kept nodes' slots.
 
         Args:
-            drafted: [B, M, E] hidden states entering layer E, of every node that was drafted.
+            drafted: [B, M, E] hidden states that enter layer E at the M nodes that were drafted.
         """
         assert tree.origins is not None
         cache.arrange(places, tree.origins, num_layers=self.exit_layer)
@@ -139,7 +141,7 @@ class EarlyExitDrafter(Drafter):
         features: Mapping[int, torch.Tensor],
         num_new: list[int],
     ) -> None:
-        """The accepted path's hidden states wait to be entered; the root's may have been."""
+        """Keep the accepted path's hidden states, which wait to be entered; the root's may have been entered already."""
         taken = features[self.exit_layer]
         for b, (sequence, count) in enumerate(zip(batch.sequences, num_new, strict=True)):
             row = self._rows[sequence]
@@ -148,7 +150,7 @@ class EarlyExitDrafter(Drafter):
             self._work_off(row, CHUNK)
 
     def _work_off(self, row: _Row, most: int) -> None:
-        """Where more than `most` hidden states wait, enter all of them, a chunk at a time."""
+        """If more than `most` hidden states wait, enter all of them, a chunk at a time."""
         if len(row.pending) <= most:
             return
         while size := min(len(row.pending), CHUNK):
@@ -159,13 +161,13 @@ class EarlyExitDrafter(Drafter):
             row.pending.drop(size)
 
     def _catch_up(self, rows: list[_Row], roots: torch.Tensor) -> torch.Tensor:
-        """Enter the hidden states that wait, and the roots' [B, 1, E]; the blocks' output [B, 1, E] at the roots."""
+        """Enter the waiting hidden states and the roots' [B, 1, E]; returns the blocks' output [B, 1, E] at the roots."""
         for b, row in enumerate(rows):
             row.pending.add(roots, b, 0, 1)
         sizes = [len(row.pending) for row in rows]
         hidden = WaitingFeatures.collect([row.pending for row in rows], max(sizes))  # [B, N, E]
         counts = torch.tensor(sizes).to(roots.device)
-        # Which tokens these are does not matter: the hidden states stand for them.
+        # Any token does, because the blocks read only the hidden states.
         offsets = torch.arange(hidden.shape[1], device=roots.device)
         tokens = torch.where(offsets < counts[:, None], 0, -1)
         out = self._run_blocks(chain(tokens[:, 0], tokens[:, 1:]), [row.cache_row for row in rows], hidden)
@@ -175,7 +177,7 @@ class EarlyExitDrafter(Drafter):
         return out.gather(1, (counts - 1)[:, None, None].expand(-1, 1, out.shape[-1]))
 
     def _run_blocks(self, nodes: CandidateTree, rows: list[CacheRow], hidden: torch.Tensor) -> torch.Tensor:
-        """The blocks over the last nodes, whose states entering layer E are `hidden` [B, W, E]; their normed output."""
+        """The blocks' normed output [B, W, E] at the last W nodes, from the states `hidden` [B, W, E] that enter layer E."""
         places = self._cache.place(rows, nodes.num_nodes)
         model, num_new = self._blocks.base_model, hidden.shape[1]
         output = self._target.run(model, nodes, places, self._cache, num_new=num_new, resume_from=hidden)

@@ -1,8 +1,10 @@
-"""An EAGLE-3 head's forward in as few kernels as there are dependencies, like the target's in `selfspec.model.fused_layer`.
+"""The draft pass of an EAGLE-3 head in as few kernels as its dependencies allow, like `selfspec.model.fused_layer`.
 
-Where `fuse` has merged a head's layers, and the head is of the common kind, a pass over a drafted layer takes fifteen
-launches. Nodes come with the paths that attention reads, one entry longer than their parents'; no ancestor mask is made.
-It is for the few rows of decoding, as the kernels are; larger batches, and float32 on a GPU, go the general way.
+Where `fuse` has merged a head's layers, and the head is of the common kind, a pass over one depth of the tree takes fifteen
+launches. Attention reads each node's path, which is its parent's path and one entry more, so no ancestor mask is made. Like
+the kernels, this is for the few rows of decoding; larger batches, and float32 on a GPU, use the head's own forward.
+
+Invariant: the logits are those of the head's own forward up to rounding, which `EagleDrafter` checks.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from selfspec.model.fuse import FusedLinear, FusedRMSNorm, MergedLinear, norm_of
 
 
 class EaglePass:
-    """A head's layer and its output layer, over entries whose hidden states the caller brings.
+    """A head's layer and its output layer, over entries with given hidden states.
 
     Args:
-        head, output: after `fuse`, and of the kind that `is_common` knows.
+        head, output: fused modules for which `is_common` is true.
         cache: the head's own.
     """
 
@@ -46,7 +48,7 @@ class EaglePass:
 
     @staticmethod
     def is_common(head: EagleHead | Eagle1Head, output: nn.Module) -> bool:
-        """Whether the pass knows all that the head has."""
+        """Whether the pass can run this head: all its parts are fused and of the kinds that the pass knows."""
         if not isinstance(head, EagleHead) or head.config.has_qk_norm or head.config.norm_before_residual:
             return False
         if head.norm.weight.is_cuda and head.norm.weight.dtype == torch.float32:
@@ -62,7 +64,7 @@ class EaglePass:
         )
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine [A, N, D] of positions [A, N]."""
+        """The rotary cosines and sines, [A, N, D] each, of positions [A, N]."""
         angles = (positions[:, :, None].float() * self._inv_freq).repeat(1, 1, 2)
         cos, sin = ((self._rotary_factor * part).to(self.cache.keys.dtype) for part in (angles.cos(), angles.sin()))
         return cos, sin
@@ -75,15 +77,16 @@ class EaglePass:
         layout: TreeLayout,
         slots: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Enter N entries a row.
+        """Enter N entries per row.
 
         Args:
-            hidden: [A, N, E] fused features, or outputs that were fed back.
-            tokens: [A, N], whose embeddings the entries pair with them.
-            slots: [A * N], where their keys and values go.
+            hidden: [A, N, E] fused features, or states that were fed back.
+            tokens: [A, N], whose embeddings are paired with the hidden states.
+            angles: cosines and sines [A, N, D], see `angles`.
+            slots: [A * N], where the entries' keys and values go.
 
         Returns:
-            Logits [A, N, V] and what is fed back [A, N, E].
+            The output layer's products [A, N, V], and the states to feed back [A, N, E].
         """
         A, N, E = hidden.shape
         keys, values = self.cache.keys[0], self.cache.values[0]
@@ -100,11 +103,11 @@ class EaglePass:
 
 
 class Growth:
-    """The passes over a tree's layers, one after the other.
+    """The passes over a tree's layers, from the first to the last.
 
     Args:
-        places: where the rows lie; the tree's nodes are scratch entries behind them.
-        last: [A, 1, E], what the entry before the tree feeds to its first layer.
+        places: where the rows lie; the tree's nodes are scratch entries after their prefixes.
+        last: [A, 1, E], the state that the last entry before the tree feeds to the first layer.
         depth, width: of the tree.
     """
 
@@ -124,10 +127,10 @@ class Growth:
         self._at = self._num_nodes = 0
 
     def __call__(self, tokens: torch.Tensor, parent: torch.Tensor) -> torch.Tensor:
-        """Logits of the newest layer; see `growth.LayerPass`."""
+        """The output layer's products [A, W, V] at the newest layer, whose tokens and parents are [A, W] (`LayerPass`)."""
         W, at = tokens.shape[1], self._at
         own = self._slots[:, self._num_nodes : self._num_nodes + W]
-        # A node's path is its parent's, and itself.
+        # A node's path is its parent's path and itself.
         self._paths = self._paths.gather(1, parent[:, :, None].expand(-1, -1, self._depth))
         self._paths[:, :, at] = own
         layout = TreeLayout(

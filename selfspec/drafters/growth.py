@@ -1,7 +1,8 @@
-"""Growing a tree with a model that drafts one depth a pass: the loop that EAGLE, draft models and early exit share.
+"""Draft a candidate tree with a model that drafts one depth per pass: what EAGLE, draft models and early exit share.
 
-The nodes that a pass computes are scratch entries of the drafter's own cache, one layer of the tree after the other. Unlike
-a verified tree they may have no root among them: the first layer then hangs on the prefix's last entry.
+The nodes that a pass computes are scratch entries of the drafter's own cache, one depth (a layer of the tree) after the
+other. Invariant: every node's parent is in the layer before it. Unlike a verified tree these nodes may have no root; the
+first layer then follows the prefix's last entry.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from selfspec.tree import CandidateTree, TreeGrower
 
 # (the newest layer's tokens [B, W], each one's parent [B, W] within the layer before) -> logits [B, W, V].
 LayerPass = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-# (all nodes so far, how many of them are new, parents as above) -> logits.
+# (all nodes so far, how many of them are new, parents as above) -> logits [B, W, V].
 NodesPass = Callable[[CandidateTree, int, torch.Tensor], torch.Tensor]
 
 
@@ -32,9 +33,9 @@ def grow(
 
     Args:
         roots: [B].
-        logits: [B, 1, V] of the root's children.
+        logits: [B, 1, V], which give the root's children.
         run: one pass over the newest layer.
-        token_ids: [V] the target's id of each drafted one, where they differ.
+        token_ids: [V] the target's id for each draft id, where they differ.
     """
     grower = TreeGrower(roots, width)
     for at in range(1, depth + 1):
@@ -45,7 +46,7 @@ def grow(
 
 
 def over_nodes(run: NodesPass) -> LayerPass:
-    """A pass that is given all nodes so far, as one that is given layers, from the first on."""
+    """Turn a pass that takes all nodes so far into one that takes the newest layer."""
     nodes: CandidateTree | None = None
     width_before = 1
 
@@ -66,11 +67,12 @@ def append(
     width_before: int,
     scores: torch.Tensor | None = None,
 ) -> CandidateTree:
-    """The nodes with one more layer of tokens [B, W].
+    """The nodes and one more layer.
 
     Args:
-        parent: [B, W] counts within the layer before, which has `width_before` nodes.
-        scores: [B, W], kept where the nodes have scores, too.
+        tokens: [B, W].
+        parent: [B, W] each one's parent, by its index in the layer before, which has `width_before` nodes.
+        scores: [B, W], kept where the nodes have scores too.
     """
     if nodes is None:
         return CandidateTree(tokens, torch.full_like(tokens, -1), torch.zeros_like(tokens), max_depth=0, scores=scores)
@@ -85,19 +87,25 @@ def append(
 
 
 def as_tensors(tree: CandidateTree) -> tuple[torch.Tensor, ...]:
-    """Tokens, parents, depths and scores of a scored tree, each [B, N]: what a pass can return."""
+    """A scored tree's tokens, parents, depths and scores, each [B, N], because a pass can return only tensors."""
     assert tree.scores is not None
     return tree.tokens, tree.parents, tree.depths, tree.scores
 
 
 def from_tensors(tensors: Sequence[torch.Tensor], *, depth: int) -> CandidateTree:
-    """The tree of at most `depth` that `as_tensors` took apart."""
+    """The tree, at most `depth` deep, from the tensors [B, N] of `as_tensors`."""
     tokens, parents, depths, scores = tensors
     return CandidateTree(tokens, parents, depths, max_depth=min(depth, tokens.shape[1] - 1), scores=scores)
 
 
 def spread(tree: CandidateTree, roots: torch.Tensor, index: torch.Tensor) -> CandidateTree:
-    """A tree of the rows `index` [A] as one of all: the others get their root [B] alone."""
+    """A tree of the A rows `index` as one of all B rows; the other rows get only their root.
+
+    Args:
+        tree: [A, N].
+        roots: [B].
+        index: [A].
+    """
     B, N = len(roots), tree.num_nodes
     if len(index) == B:
         return tree

@@ -1,4 +1,7 @@
-"""From `NAME[:ARGUMENT]`, or from a trained head, to a drafter for a target."""
+"""From `NAME[:ARGUMENT]`, or from a trained head, to the drafter that drafts for a target.
+
+Invariant: what cannot be served is refused here with one sentence, before the first token.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +31,17 @@ def load_drafter(
 ) -> Drafter | None:
     """The drafter that `NAME[:ARGUMENT]` names, for this target; None for `none`.
 
+    Each drafter has its own defaults for the first three settings.
+
     Args:
-        num_draft_tokens: longest draft; each drafter has its own default, as it has for the next two.
+        num_draft_tokens: longest draft.
         num_nodes: most nodes of a candidate tree, root included.
-        width: nodes of a tree that are expanded at each depth; of Medusa, how many tokens of each head are considered.
+        width: nodes of a tree that are expanded at each depth; for Medusa, tokens of each head that are considered.
         dtype: the draft model's, `auto` by default; `int8` is weight-only quantisation.
         is_sampled: for draft models, draw the drafts (see `DraftModelDrafter`).
 
     Raises:
-        ValueError: an unknown name, a setting that it does not take, or no head or model that fits the target.
+        ValueError: the name is unknown, the drafter does not take a setting, or no head or model fits the target.
     """
     kind, argument = kind_of(spec), spec.partition(":")[2]
     if is_sampled and not kind.has_model:
@@ -61,7 +66,7 @@ def load_drafter(
         if not 1 <= number <= MAX_DRAFT_TOKENS:
             raise ValueError(f"drafter {spec!r} is out of range: draft 1 to {MAX_DRAFT_TOKENS} tokens")
         return NgramDrafter(num_draft_tokens or number)
-    # Only what was given: each drafter has defaults of its own.
+    # Only what was given, because each drafter has its own defaults.
     given = {"num_draft_tokens": num_draft_tokens, "num_nodes": num_nodes, "width": width}
     shape: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if kind.name == "truncated":
@@ -80,7 +85,7 @@ def load_drafter(
 def drafter_of(
     head: DraftHead, target: Target, *, name: str | None = None, is_sampled: bool = False, **shape: int
 ) -> Drafter:
-    """The drafter that serves a head; `shape` is what it takes of num_draft_tokens, num_nodes and width."""
+    """The drafter that serves a head; `shape` may set num_draft_tokens, num_nodes and width."""
     kind = kind_of_head(head.config.head_type)
     assert kind.make is not None
     options: dict[str, Any] = {"is_sampled": True} if is_sampled else {}

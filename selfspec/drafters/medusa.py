@@ -1,8 +1,8 @@
 """Medusa: heads on the target's last hidden state draft all depths at once (https://arxiv.org/abs/2401.10774).
 
-Of every row the drafter keeps one feature, the last committed token's: with the root at position T it is that of T - 1,
-whose head i predicts token T + 1 + i, the draft of depth i + 1. The heads' distributions do not depend on the path, so the
-tree is the best-first product of their most likely tokens.
+Invariant: for every row the drafter keeps one feature, that of the last token before the root. With the root at position T,
+it is the feature of T - 1, from which head i predicts token T + 1 + i, the draft of depth i + 1. The heads' distributions do
+not depend on the path, so the candidate tree is the best-first product of their likeliest tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SERIALS = itertools.count()
 
 
 class MedusaDrafter(Drafter):
-    """Drafts with trained Medusa heads, on a copy of the given head that shares its weights.
+    """Drafts with trained Medusa heads. It uses a copy of the given head that shares the weights.
 
     Args:
         num_draft_tokens: depth of the tree, at most the number of heads, which is the default.
@@ -57,7 +57,7 @@ class MedusaDrafter(Drafter):
         # Identifies this drafter in graph keys. Not `id()`, which Python reuses after an unload.
         self._serial = next(_SERIALS)
         self._target = target
-        # Found now, because finding it takes a pass of the model.
+        # Computed now, because it takes a pass of the model.
         _ = target.logit_shape
         self.head = private_copy(head).to(target.device, target.dtype)
         lay_out(self.head)
@@ -66,7 +66,7 @@ class MedusaDrafter(Drafter):
         self.num_nodes = num_nodes or shape.num_nodes
         self.width = min(width or shape.width, target.vocab_size)
         self._blank = torch.zeros(head.config.target.hidden_size, dtype=target.dtype, device=target.device)
-        # The feature [E] of every row's last committed token; a prompt of one token has none yet.
+        # The feature [E] of every row's last token before the root; a prompt of one token has none yet.
         self._last: dict[Sequence, torch.Tensor | None] = {}
 
     def admit(self, sequence: Sequence, features: Mapping[int, torch.Tensor]) -> None:
@@ -95,7 +95,7 @@ class MedusaDrafter(Drafter):
         return Proposal(tree)
 
     def _draft(self, hidden: torch.Tensor, roots: torch.Tensor, depth: int) -> CandidateTree:
-        """The tree from features [B, E] and roots [B]: a function of tensors."""
+        """The tree from features [B, E] and roots [B]. A function of tensors."""
         embedded = self._embed(roots)
         log_probs = self.head(hidden, embedded, self._target.logits_of, depth).float().log_softmax(-1)  # [B, K, V]
         best = log_probs.topk(self.width, dim=-1)
@@ -115,7 +115,7 @@ class MedusaDrafter(Drafter):
         features: Mapping[int, torch.Tensor],
         num_new: list[int],
     ) -> None:
-        """Keep the feature of the last accepted node: the token before the new root."""
+        """Keep the feature of the last accepted node, the token before the new root."""
         hidden = features[FINAL]
         last = acceptance.num_accepted[:, None, None].expand(-1, 1, hidden.shape[-1])
         hidden = hidden.gather(1, last)[:, 0]

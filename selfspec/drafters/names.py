@@ -1,4 +1,7 @@
-"""The kinds of drafters: one row each. Whoever asks what a name means, or which drafter serves a head, reads this table."""
+"""The table of drafters, one row per kind: what a name means, and which drafter serves a head.
+
+Invariant: everything that depends on a drafter's kind reads this table, so a new kind is one new row.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from selfspec.model.layers import decoder_layers, private_copy
 from selfspec.model.load import lay_out
 from selfspec.model.target import Target
 
-# Of drafts by a head that is served as a model of its own: they are cheap enough for trees.
+# For a head that is served as a model of its own, whose drafts are cheap enough for trees.
 STUDENT_SHAPE = DefaultShape(cpu=DraftShape(5, 12, 3), gpu=DraftShape(5, 12, 3))
 
 
@@ -29,12 +32,12 @@ class Kind:
     """One kind of drafter.
 
     Attributes:
-        name: what it is called on the command line, before the colon.
-        label: what people are shown.
+        name: its name on the command line, before the colon.
+        label: its name for people.
         help: what it does, and what may follow the colon.
         heads: the classes of trained heads that it serves.
-        make: (target, head, name=..., **shape) to a drafter that serves a head; None for kinds without heads.
-        default_shape: how large its trees are when nothing else is said.
+        make: from (target, head, name=..., **shape) to a drafter that serves the head; None for kinds without heads.
+        default_shape: how large its trees are by default.
         has_model: it drafts with a model, which can draw its drafts.
         has_weights: the argument may be a model, which has a dtype.
     """
@@ -50,19 +53,19 @@ class Kind:
 
     @property
     def head_types(self) -> tuple[str, ...]:
-        """What the configs of its heads name as `head_type`."""
+        """The `head_type` that its heads' configs name."""
         return tuple(head.config_class.head_type for head in self.heads)
 
 
 def student_target(target: Target, head: EarlyExitHead) -> Target:
-    """A head whose layers compute keys and values of their own, as a model to draft with."""
+    """A draft model from a head whose layers compute their own keys and values."""
     model = private_copy(head).to(target.device, target.dtype).merged(target.model)
     lay_out(decoder_layers(model)[1])
     return Target(model, target.tokenizer, name=f"{head.config.head_type} of {target.name}")
 
 
 def _early_exit(target: Target, head: EarlyExitHead, *, name: str, is_sampled: bool = False, **shape: Any) -> Drafter:
-    """Heads that share the target's keys and values go on from its layers; others are models of their own."""
+    """The drafter for a head: one that shares the target's keys and values, or else a draft model."""
     if head.features:
         return EarlyExitDrafter(target, head, name=name, **shape)
     default = STUDENT_SHAPE.on(target.device)
@@ -132,7 +135,7 @@ def kind_of(spec: str) -> Kind:
     """The kind that `NAME[:ARGUMENT]` names.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: no kind has this name.
     """
     name = spec.partition(":")[0]
     if name not in KINDS:
@@ -144,7 +147,7 @@ def kind_of_head(head_type: str) -> Kind:
     """The kind of drafter that serves heads of a type.
 
     Raises:
-        ValueError: none of this version does.
+        ValueError: no kind does.
     """
     for kind in KINDS.values():
         if head_type in kind.head_types:

@@ -1,10 +1,10 @@
 """Prompt lookup: draft the tokens that followed the last occurrence of the text's present ending.
 
-The idea is https://github.com/apoorvumang/prompt-lookup-decoding's.
+The idea is from https://github.com/apoorvumang/prompt-lookup-decoding. It needs no model and no training, and pays where the
+output repeats the prompt or itself: summaries, edits, code, extraction. The longer the matched ending, the likelier its
+continuation is accepted, so the drafter counts acceptances by match length and depth, and scores its drafts by these counts.
 
-No model and no training; it pays where the output repeats the prompt or itself: summaries, edits, code, extraction. The
-longer the matched ending, the likelier its continuation holds, so the drafter counts, per match length and depth, how often
-it did, and scores its drafts with that.
+Invariant: a draft is a chain and depends only on its row's tokens; the counts change only the scores.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from selfspec.loop.accept import Acceptance
     from selfspec.loop.batch import Batch
 
-# How many trials of one kind the acceptance counts remember.
+# How many trials of one match length and depth the counts remember.
 MEMORY = 64.0
 
 
@@ -31,7 +31,7 @@ class NgramDrafter(Drafter):
 
     Args:
         num_draft_tokens: longest draft, K.
-        max_match: longest ending that is told apart; longer matches count as this long.
+        max_match: longest ending that is compared; longer matches count as this long.
         min_match: shortest ending worth a draft.
     """
 
@@ -51,13 +51,13 @@ class NgramDrafter(Drafter):
 
     def forget(self) -> None:
         super().forget()
-        # Trials and hits by match length (row 0 is unused) and depth, from a prior that trusts longer matches more.
+        # Trials and hits by match length (row 0 is unused) and depth. The prior trusts longer matches more.
         prior = 1 - 0.6 / torch.arange(self.max_match + 1).clamp(min=1)
         trials = torch.full((self.max_match + 1, self.num_draft_tokens), 4.0)
         self._counts = torch.stack([trials, trials * prior[:, None]])
 
     def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
-        """A chain a row; the proposal's state is the length of each row's match [B]."""
+        """A chain per row; the proposal's state is the length of each row's match [B]."""
         K = num_draft_tokens
         if K == 0:
             return Proposal(chain(batch.roots))
@@ -68,7 +68,7 @@ class NgramDrafter(Drafter):
         scores = (hits / trials)[matched, :K].log().cumsum(1)
         tree = chain(batch.roots, drafts, scores)
         if not is_compiled_for(drafts):
-            # Nothing is verified for a row without a match. Where kernels run, asking would wait for the device.
+            # Cut to the longest draft. Not where kernels run, because asking for it would wait for the device.
             tree = tree.prune(1 + int((drafts >= 0).sum(1).max()))
         return Proposal(tree, state=matched)
 
@@ -80,7 +80,7 @@ class NgramDrafter(Drafter):
         features: Mapping[int, torch.Tensor],
         num_new: list[int],
     ) -> None:
-        """Count, for every depth that was reached, whether its draft held. Old counts fade, because texts change."""
+        """Count, for every depth that was reached, whether its draft was accepted. Old counts fade, because texts change."""
         tree, matched = proposal.tree, proposal.state
         K = tree.max_depth
         if matched is None or K == 0:
@@ -96,15 +96,15 @@ class NgramDrafter(Drafter):
 def lookup(
     history: torch.Tensor, num_tokens: torch.Tensor, num_draft_tokens: int, max_match: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The continuation of the longest earlier match of each row's ending, the most recent one among equals.
+    """The continuation of each row's longest earlier match of its ending; among equally long ones, of the latest.
 
     Args:
         history: [B, C] int64.
         num_tokens: [B].
 
     Returns:
-        Draft tokens [B, K], -1 throughout where nothing matches, and the length of the match [B], 0 for none. A
-        continuation that reaches the row's end starts over after the match, which is right where the text repeats.
+        Draft tokens [B, K], -1 throughout where nothing matches, and the match's length [B], 0 for none. A continuation
+        that reaches the row's end starts over after the match, which is right where the text repeats.
     """
     B, C = history.shape
     index = torch.arange(C, device=history.device)

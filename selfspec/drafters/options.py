@@ -1,4 +1,4 @@
-"""A target and its drafters, loaded as `TargetOptions` and `DraftOptions` say."""
+"""Load a target and its drafters as `TargetOptions` and `DraftOptions` say. Invariant: an unset option has no effect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from selfspec.model.target import Target
 
 
 def load_target(options: TargetOptions, *, use_packing: bool = True) -> Target:
-    """The target that the options name; see `Target.from_pretrained`."""
+    """Load the target that the options name; see `Target.from_pretrained`."""
     return Target.from_pretrained(
         source_of(options),
         dtype=options.dtype,
@@ -23,7 +23,7 @@ def load_target(options: TargetOptions, *, use_packing: bool = True) -> Target:
 
 
 def load_drafter_of(options: DraftOptions, spec: str, target: Target) -> Drafter | None:
-    """The drafter that `NAME[:ARGUMENT]` names. A command may name several: each takes the options that concern it."""
+    """Load the drafter that `NAME[:ARGUMENT]` names, with the options that concern it; a command may name several."""
     kind = kind_of(spec)
     return load_drafter(
         spec,

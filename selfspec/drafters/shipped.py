@@ -1,4 +1,4 @@
-"""Trained heads by path, Hub id, or from those that ship with the package, checked against their target."""
+"""Load trained heads by path, by Hub id, or from the package. Invariant: a loaded head fits its target."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHIPPED = Path(__file__).parents[1] / "heads" / "pretrained"
 
 
 def identity(target: Target) -> TargetIdentity:
-    """What a head's config records of this target."""
+    """What a head's config records about this target."""
     return TargetIdentity.of(target.model, target.tokenizer, name=Path(target.name).name)
 
 
@@ -28,7 +28,7 @@ def load_head(source: str | Path | None, target: Target, *, drafter: str, revisi
         source: folder or Hub id; None takes the shipped head whose fingerprint fits the target.
 
     Raises:
-        ValueError: no head there, another kind, damaged weights, or a head of another target; the sentence names both sides.
+        ValueError: there is no head, or it is damaged, of another kind or for another target; the sentence says which.
     """
     directory = find_head(source or shipped_head(drafter, target), revision)
     head_type = read_config(directory)["head_type"]
@@ -47,7 +47,7 @@ def load_head(source: str | Path | None, target: Target, *, drafter: str, revisi
 
 
 def is_head(source: str | Path) -> bool:
-    """True where a folder or Hub id holds a head of ours, and not a model; its config alone is fetched."""
+    """True where a folder or Hub id holds a selfspec head and not a model. Only the config is fetched."""
     try:
         read_config(find_head(source, patterns=(CONFIG_NAME,)))
     except ValueError:
@@ -56,12 +56,16 @@ def is_head(source: str | Path) -> bool:
 
 
 def shipped_heads() -> list[Path]:
-    """The folders of all heads that come with the package, whichever target they are for."""
+    """The folders of all heads in the package, for any target."""
     return sorted(path.parent for path in SHIPPED.glob("*/*/config.json"))
 
 
 def shipped_head(drafter: str, target: Target) -> Path:
-    """The folder of the shipped head that this drafter can serve and that fits the target."""
+    """The folder of the shipped head that this drafter can serve and that fits the target.
+
+    Raises:
+        ValueError: no shipped head fits.
+    """
     ours = identity(target)
     for directory in shipped_heads():
         record: dict[str, Any] = read_config(directory)

@@ -1,7 +1,9 @@
-"""Features of committed tokens that wait to be entered into a drafter's cache.
+"""Features that wait between a verify pass and the next draft, which enters them into a drafter's cache.
 
-They stay where a verify pass left them, and each row notes its stretch: noting costs no device work, however many rows there
-are and however long nothing is drafted. One gather collects them when a draft begins.
+The tensors stay as they came, and each row notes which stretch of them is its own. Noting is no device work, however many
+rows there are and however long nothing is drafted. One gather collects the features when a draft begins.
+
+Invariant: a row's features are kept and dropped in the order of its tokens.
 """
 
 from __future__ import annotations
@@ -14,21 +16,21 @@ import torch
 
 @dataclass
 class WaitingFeatures:
-    """One row's features, in stretches of tensors that it shares with other rows."""
+    """One row's features, as stretches of tensors that it shares with other rows."""
 
-    # (features [B, N, E] and their row flattened to [B * N, E] places: the first, and how many)
+    # (features [B, N, E], and the stretch of their flattened rows [B * N, E]: the first row, and how many)
     _stretches: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return sum(count for _, _, count in self._stretches)
 
     def add(self, features: torch.Tensor, row: int, start: int, end: int) -> None:
-        """Let `features[row, start:end]`, of a contiguous [B, N, E], wait after the others."""
+        """Add `features[row, start:end]` after the others; `features` is a contiguous [B, N, E]."""
         if end > start:
             self._stretches.append((features, row * features.shape[1] + start, end - start))
 
     def drop(self, count: int) -> None:
-        """Forget the first `count`."""
+        """Drop the first `count` features."""
         while count:
             features, first, size = self._stretches[0]
             taken = min(size, count)
@@ -40,7 +42,7 @@ class WaitingFeatures:
 
     @staticmethod
     def collect(rows: Sequence[WaitingFeatures], num_columns: int) -> torch.Tensor:
-        """[A, num_columns, E] of rows that have one feature or more: the first ones, past the last that one again."""
+        """The first features of A rows, [A, num_columns, E]; a row that has fewer, but at least one, repeats its last."""
         offsets: dict[int, int] = {}
         sources: list[torch.Tensor] = []
         size = 0

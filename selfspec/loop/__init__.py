@@ -1,1 +1,1 @@
-"""Decoding: draft a candidate tree, verify it in one target pass, accept, compact, commit."""
+"""The decode loop: prompt -> prefill -> draft a candidate tree -> verify -> accept -> compact -> text."""

@@ -1,16 +1,16 @@
-"""Acceptance: which path of a verified tree is kept, and the bonus token after it.
+"""Accept, the stage after verify: which path of the tree is kept, and the bonus token after it.
 
-Two rules, both exact:
+Invariant: both rules are exact.
 
 * `accept_deterministic`: the target chooses its own token at every node it visits (argmax, or a draw with noise keyed by
-  the request's seed and the absolute position) and the walk goes on while that token is among the node's children. The
+  the request's seed and the absolute position). The walk goes on while one of the node's children is that token. The
   emitted tokens are exactly those of plain decoding with the same seed, whatever was drafted.
-* `accept_sampled`: speculative sampling of a drawn chain (https://arxiv.org/abs/2211.17192, algorithm 1): draft token x
-  is kept with probability min(1, target_probs[x] / draft_probs[x]), else replaced by a draw from the normalised residual
-  max(0, target_probs - draft_probs). The emitted tokens have the target's law.
+* `accept_sampled`: speculative sampling of a drawn chain (https://arxiv.org/abs/2211.17192, algorithm 1). Draft token x
+  is kept with probability min(1, target_probs[x] / draft_probs[x]); otherwise it is replaced by a draw from the normalised
+  residual max(0, target_probs - draft_probs). The emitted tokens have the target's law.
 
-Both walk depth by depth and process only the rows of logits they visit, so penalties and grammars see each node's own path.
-Where no choice depends on a path, `accept_all_nodes` does what the first does, without a loop.
+Both walk depth by depth and process only the rows of logits they visit, because penalties and grammars must see each node's
+own path. Where no choice depends on a path, `accept_all_nodes` gives the first rule's result without a loop.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Acceptance:
     """What one verify pass emits for each row.
 
     Attributes:
-        path: [B, K + 1] accepted nodes, the root first, -1 past the end.
-        num_accepted: [B] accepted draft tokens, the bonus token not counted.
-        tokens: [B, K + 1] emitted tokens: the accepted drafts, then the bonus token, -1 past it.
-        is_valid: [B] false where a visited row of logits held a NaN or +inf.
+        path: [B, K + 1] accepted nodes, the root first, -1 after the end.
+        num_accepted: [B] accepted draft tokens; the bonus token is not counted.
+        tokens: [B, K + 1] emitted tokens: the accepted drafts, then the bonus token, -1 after it.
+        is_valid: [B] false where a visited row of logits held a NaN or +inf, or -inf throughout.
     """
 
     path: torch.Tensor
@@ -48,10 +48,10 @@ class Acceptance:
 
 
 def accept(tree: CandidateTree, logits: torch.Tensor, sampler: Sampler) -> Acceptance:
-    """Apply the rule that the tree's kind of draft calls for.
+    """Accept by the rule for the tree's kind of draft.
 
     Args:
-        logits: [B, N, V], the target's, one row a node.
+        logits: [B, N, V] the target's logits at every node.
     """
     if not tree.is_deterministic:
         return accept_sampled(tree, logits, sampler)
@@ -65,7 +65,8 @@ def accept_all_nodes(tree: CandidateTree, logits: torch.Tensor, laws: Laws | Non
     """`accept_deterministic` where no choice depends on a path: choose at every node, then walk.
 
     Args:
-        laws: None where every row is greedy.
+        logits: [B, N, V] the target's logits at every node.
+        laws: the B rows' laws; None where every row is greedy.
     """
     chosen, is_valid = row_argmax(logits) if laws is None else laws.choose(logits, tree.depths)  # [B, N] each
     path, num_accepted = tree_accept(tree.tokens, tree.parents, chosen, tree.max_depth)
@@ -74,7 +75,7 @@ def accept_all_nodes(tree: CandidateTree, logits: torch.Tensor, laws: Laws | Non
 
 
 def accept_deterministic(tree: CandidateTree, logits: torch.Tensor, sampler: Sampler) -> Acceptance:
-    """Walk while the target's own choice is among the children; see the module's docstring."""
+    """Walk while the target's own choice is among the children, by logits [B, N, V]; see the module's docstring."""
     walk = _Walk(tree, logits)
     for depth in range(tree.max_depth + 1):
         rows = walk.logits_here()
@@ -87,7 +88,7 @@ def accept_deterministic(tree: CandidateTree, logits: torch.Tensor, sampler: Sam
 
 
 def accept_sampled(tree: CandidateTree, logits: torch.Tensor, sampler: Sampler) -> Acceptance:
-    """Speculative sampling along a drawn chain; rows whose chain ended draw from the target."""
+    """Speculative sampling along a drawn chain, by logits [B, N, V]; a row whose chain has ended draws from the target."""
     assert tree.is_chain and tree.draft_probs is not None
     B, N, _ = logits.shape
     walk = _Walk(tree, logits)
@@ -119,7 +120,7 @@ def accept_sampled(tree: CandidateTree, logits: torch.Tensor, sampler: Sampler) 
 
 
 class _Walk:
-    """The state of a walk from the root, all rows in step: a finished row emits nothing more."""
+    """The state of a walk from the root, all rows together; a finished row emits nothing more."""
 
     def __init__(self, tree: CandidateTree, logits: torch.Tensor) -> None:
         B = logits.shape[0]
@@ -146,7 +147,7 @@ class _Walk:
         self.path.append(torch.where(self.is_alive, self.node, -1))
 
     def is_over(self) -> bool:
-        """True when no row can go on. Where kernels run nobody asks, because the answer would wait for the device."""
+        """True when no row can go on. Always false where kernels run, because the answer would wait for the device."""
         return not is_compiled_for(self.is_alive) and not bool(self.is_alive.any())
 
     def acceptance(self) -> Acceptance:
@@ -157,5 +158,5 @@ class _Walk:
 
 
 def _is_valid(logits: torch.Tensor) -> torch.Tensor:
-    """[...] true where a row [..., V] has a finite maximum: neither NaN nor +inf, and not -inf throughout."""
+    """[...] bool from logits [..., V]: true where the maximum is finite (no NaN, no +inf, not -inf throughout)."""
     return logits.amax(-1).isfinite()

@@ -1,4 +1,7 @@
-"""The sequences that decode together, and the tensors that a step needs of them."""
+"""The sequences that decode together, and the tensors that draft, verify and accept need of them.
+
+Invariant: the tensors may lag behind the host's lists, and are brought up to date when someone asks for them.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ from selfspec.tree import CandidateTree
 
 # The deepest walk that `Batch.history` keeps room for.
 MAX_WALK = 128
-# How many tokens it has room for beyond that when it is made. Drafters look through all of it, so room for the longest
-# possible output would cost every step.
+# Room for further tokens when the history is made. Not for the longest possible output, because drafters look through all of
+# it in every step.
 HISTORY_GROWTH = 256
-# After so many steps that the history has missed it is cheaper to make it anew.
+# When the history has missed more steps than this, it is cheaper to rebuild it.
 MAX_MISSING = 16
 
 
 class Batch:
-    """Rows come and go between steps. The history and the sampler follow when someone asks for them: greedy decoding never
-    does, so no step waits for them.
+    """Rows come and go between steps. The history and the sampler follow only when someone asks for them, because greedy
+    decoding needs neither.
 
     Attributes:
         is_greedy: every row takes the likeliest token.
@@ -41,7 +44,7 @@ class Batch:
         self._history = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
         self._num_tokens = torch.zeros(0, dtype=torch.int64, device=self.device)
         self._sampler: Sampler
-        # Steps that the tensors do not know of yet; None where they are to be made anew.
+        # Steps that are not in the tensors yet; None where the tensors must be rebuilt.
         self._missing: list[Acceptance] | None = None
 
     def __len__(self) -> int:
@@ -53,13 +56,13 @@ class Batch:
 
     @property
     def history(self) -> torch.Tensor:
-        """[B, C] int64, prompt and output of each row, with room for a walk after the end."""
+        """[B, C] int64: each row's prompt and output, with room for a walk after the end."""
         self._catch_up()
         return self._history
 
     @property
     def num_tokens(self) -> torch.Tensor:
-        """[B] int64, the same numbers as the sequences' `num_tokens`."""
+        """[B] int64: the sequences' `num_tokens`."""
         self._catch_up()
         return self._num_tokens
 
@@ -71,7 +74,7 @@ class Batch:
 
     @property
     def laws(self) -> Laws:
-        """What the choices of pathless rows depend on, on the host."""
+        """What the choices of pathless rows depend on, as host tensors."""
         rows = [(sequence, sequence.sampling) for sequence in self.sequences]
         return Laws(
             torch.tensor([[sequence.key, sequence.num_tokens, params.top_k] for sequence, params in rows]),
@@ -80,22 +83,22 @@ class Batch:
 
     @property
     def roots(self) -> torch.Tensor:
-        """[B] the last token of each row."""
+        """[B] int64: the last token of each row."""
         last = [(sequence.token_ids or sequence.request.prompt_ids)[-1] for sequence in self.sequences]
         return torch.tensor(last).to(self.device, non_blocking=True)
 
     @property
     def max_depths(self) -> torch.Tensor:
-        """[B] how deep a draft of each row may go."""
+        """[B] int64: how deep each row's draft may go."""
         return torch.tensor([sequence.max_depth for sequence in self.sequences]).to(self.device)
 
     def add(self, sequence: Sequence) -> None:
-        """Let a prefilled sequence take part from the next step on."""
+        """Add a prefilled sequence, which takes part from the next step on."""
         self.sequences.append(sequence)
         self._note_change()
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a row out; its blocks stay its own."""
+        """Take a sequence out; its row keeps its blocks."""
         self.sequences.remove(sequence)
         self._note_change()
 
@@ -107,17 +110,17 @@ class Batch:
     def commit(
         self, acceptance: Acceptance, logits: torch.Tensor, report: torch.Tensor
     ) -> tuple[list[Emission], list[int], list[list[float]]]:
-        """Take a step's outcome over: cache lengths, outputs, and in time the tensors.
+        """Record a step's outcome: cache lengths, outputs, and later the tensors.
 
-        What goes wrong in one row ends that row with an error, alone: logits that are not finite where a token was to be
-        chosen, a grammar that cannot be followed, a tokenizer that fails.
+        A fault in one row ends only that row, with an error: logits that are not finite where a token had to be chosen, a
+        grammar that cannot be followed, a tokenizer that fails.
 
         Args:
-            logits: [B, N, V], the target's, one row a node.
-            report: what `report_of` gave.
+            logits: [B, N, V] the target's logits at every node.
+            report: [B, 3 + K + 1 + F] from `report_of`.
 
         Returns:
-            Each row's emission, how many of its drafts were accepted (also after an end), and the report's facts.
+            Each row's emission, how many of its drafts were accepted (those after its end included), and its F facts.
         """
         if self._missing is not None:
             self._missing.append(acceptance)
@@ -126,7 +129,7 @@ class Batch:
         logprobs = self._logprobs(acceptance, logits)
         width = acceptance.tokens.shape[1]
         emissions, accepted, facts = [], [], []
-        # The step's one read: everything the host must know, in one tensor.
+        # The step's only read from the device: everything the host must know, in one tensor.
         for b, (sequence, row) in enumerate(zip(self.sequences, report.tolist(), strict=True)):
             num_accepted, is_valid, num_drafts, *tokens = map(int, row[: 3 + width])
             accepted.append(num_accepted)
@@ -147,7 +150,7 @@ class Batch:
         return emissions, accepted, facts
 
     def _catch_up(self) -> None:
-        """Write the steps since the last call into the tensors, or make them anew.
+        """Write the steps since the last call into the tensors, or rebuild them.
 
         Tokens accepted after a row's end may be written too; no one reads them.
         """
@@ -166,7 +169,8 @@ class Batch:
         """Log-probabilities under the target alone (no temperature, filter or penalty), along each row's path.
 
         Returns:
-            Per row: that of every emitted token, and the likeliest tokens with theirs, as many as any row asks for.
+            Per row: each emitted token's log-probability, and the likeliest tokens with theirs, as many as any row asks
+            for.
         """
         if not any(sequence.sampling.logprobs for sequence in self.sequences):
             return None
@@ -182,7 +186,7 @@ class Batch:
         return list(zip(chosen, top, strict=True))
 
     def _rebuild(self, capacity: int) -> None:
-        """Make the tensors and the sampler anew for the present rows, with room for `capacity` tokens each."""
+        """Rebuild the tensors and the sampler for the present rows, with room for `capacity` tokens each."""
         sequences = self.sequences
         tokens = [s.request.prompt_ids + s.token_ids for s in sequences]
         self._history = torch.tensor([ids + [0] * (capacity - len(ids)) for ids in tokens]).to(self.device)
@@ -200,7 +204,7 @@ class Batch:
 
 
 def _emit(sequence: Sequence, tokens: list[int], *, is_valid: bool) -> list[int]:
-    """The tokens that a row takes of a pass; none where it fails."""
+    """Append a pass's tokens to a sequence; returns those it took, none if it failed."""
     if sequence.grammar is not None and sequence.grammar.problem is not None:
         sequence.fail(ValueError(sequence.grammar.problem))
     elif not is_valid:
@@ -214,16 +218,18 @@ def _emit(sequence: Sequence, tokens: list[int], *, is_valid: bool) -> list[int]
         try:
             return sequence.emit(tokens)
         except Exception as error:
-            # Of the row's own text: a tokenizer that cannot decode what was written, say.
+            # The row's own fault: a tokenizer that cannot decode its text, for instance.
             sequence.fail(error)
     return []
 
 
 def report_of(tree: CandidateTree, acceptance: Acceptance, facts: torch.Tensor | None) -> torch.Tensor:
-    """What the host reads of a step, [B, 3 + K + 1 + F]: `num_accepted`, `is_valid`, drafted nodes, `tokens`, `facts`.
+    """All that the host reads of a step: [B, 3 + K + 1 + F] float64, which holds any token exactly.
+
+    The columns are `num_accepted`, `is_valid`, the number of drafted nodes, `tokens`, `facts`.
 
     Args:
-        facts: [B, F] float64 of someone else's. Float64 holds any token.
+        facts: [B, F] float64, passed through for the planner.
     """
     num_drafted = tree.is_real.sum(1, keepdim=True) - 1
     columns = [acceptance.num_accepted[:, None], acceptance.is_valid[:, None], num_drafted, acceptance.tokens]

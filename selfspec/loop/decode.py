@@ -1,8 +1,9 @@
-"""The main loop: draft a candidate tree, verify it in one target pass, accept, compact, commit, until all is answered.
+"""The main loop: prompt -> prefill -> draft a candidate tree -> verify -> accept -> compact -> text, until all is answered.
 
 Autoregressive decoding is this loop with a tree of one node, a draft model's chain is this loop with a path, and a batch is
-this loop with more rows. Sequences join when a place is free and leave when they end; the others do not notice.
-`selfspec.loop.scheduler` says who takes part in a round, `selfspec.loop.step` what happens in one step.
+this loop with more rows. `selfspec.loop.scheduler` says who takes part in a round, `selfspec.loop.step` what one step does.
+
+Invariant: sequences join when a place is free and leave when they end, and the others' tokens do not change.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ def decode(
 ) -> Iterator[Step]:
     """Answer `requests`, at most `max_batch` at a time, and yield every step taken.
 
-    Closing the generator early frees what it holds. `requests` may be a generator: it is asked for the next one only when a
+    Closing the generator early frees what it holds. `requests` may be a generator, which is asked for a request only when a
     place is free. Threads that share a target take turns, a round at a time.
 
     Raises:
-        ValueError: a request can never be served, a prompt that does not fit the cache for instance.
-        FloatingPointError: the target's logits held a NaN or an infinity where a token was to be chosen.
+        ValueError: a request can never be served, because its prompt does not fit the cache for instance.
+        FloatingPointError: the target's logits held a NaN or an infinity where a token had to be chosen.
     """
     with nullcontext(cache) if cache is not None else target.borrowed_cache() as pool:
         scheduler = Scheduler(target, pool, max_batch=max_batch)
@@ -45,7 +46,7 @@ def decode(
         waiting = iter(requests)
         try:
             while True:
-                # A context manager around the yields would leave inference mode on, and the target locked, in the caller.
+                # Not around the yields, because the caller would then run in inference mode and hold the target's lock.
                 with target.lock, torch.inference_mode():
                     while len(scheduler) < max_batch and (request := next(waiting, None)) is not None:
                         scheduler.submit(request, group)

@@ -1,4 +1,7 @@
-"""What the decode loop asks of a drafter: a candidate tree a step, from whatever state it keeps for itself."""
+"""The `Drafter` protocol: the stage "draft a candidate tree", from whatever state a drafter keeps for itself.
+
+Invariant: a drafter changes how fast tokens come, never their distribution.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,13 @@ class Proposal:
     """What a drafter proposes in one step.
 
     Attributes:
-        tree: one tree a row.
-        is_typical: false where the proposal first worked off a backlog or set something up, so its time says nothing about
-            the next one.
-        verify: how to verify the tree where drafting has run a part of the target's pass already: (tree, places) to the
-            target's logits and features. None for a whole pass.
-        paused: rows that could not be drafted for, because their texts have outgrown the drafter's context.
-        state: anything that `commit` needs to know of the proposal.
+        tree: one tree per row.
+        is_typical: false where the proposal first processed a backlog or set something up, because its time then says
+            nothing about the next one.
+        verify: for a drafter that has run a part of the target's pass already: from (tree, places) to the target's logits
+            and features. None for a whole pass.
+        paused: rows without drafts, because their texts have outgrown the drafter's context.
+        state: anything that `commit` needs to know about the proposal.
     """
 
     tree: CandidateTree
@@ -47,7 +50,7 @@ class DraftShape:
     """How large a drafter's trees are when nothing limits them.
 
     Attributes:
-        num_draft_tokens: their depth; 0 for as deep as the head goes.
+        num_draft_tokens: depth; 0 for as deep as the head goes.
         num_nodes: most nodes, root included; 0 where trees are chains.
         width: nodes expanded at each depth.
     """
@@ -61,7 +64,7 @@ class DraftShape:
 class DefaultShape:
     """The default `DraftShape` of a kind of drafter.
 
-    On a CPU a pass over more than six nodes costs noticeably more than one over one, so trees are smaller there.
+    Trees are smaller on a CPU, because there a pass over more than six nodes costs noticeably more than one over one node.
     """
 
     cpu: DraftShape
@@ -72,17 +75,18 @@ class DefaultShape:
 
 
 class Drafter(ABC):
-    """Proposes trees and follows what became of them.
+    """Proposes trees, and is told what was accepted of them.
 
-    The loop calls, of each sequence, `admit` once, then `propose` and `commit` once a step, and `retire` once. All calls of
+    For each sequence the loop calls `admit` once, then `propose` and `commit` once a step, and `retire` once. All calls of
     one drafter come from one thread at a time.
 
     Attributes:
         name: as written on the command line.
         num_draft_tokens: how deep it drafts when nothing limits it.
         num_nodes: most nodes of its trees, root included; 0 where they are chains.
-        features: hidden states of the target that it wants of every committed token (see `selfspec.model.target`).
-        is_costly: drafting takes a noticeable part of a target pass, so the planner decides before it, not only after.
+        features: names of the target's hidden states that it needs for every committed token (see
+            `selfspec.model.target`).
+        is_costly: drafting takes a noticeable part of a target pass, so the planner decides before drafting, not only after.
     """
 
     name: str = ""
@@ -93,17 +97,17 @@ class Drafter(ABC):
 
     @cached_property
     def planner(self) -> Planner:
-        """What was measured of this drafter; kept across calls, so that a second prompt starts where the first ended."""
+        """This drafter's measurements, kept across calls: a second prompt starts with what the first one learnt."""
         return Planner()
 
     def admit(  # noqa: B027  (a drafter without state has nothing to do here, nor below)
         self, sequence: Sequence, features: Mapping[int, torch.Tensor]
     ) -> None:
-        """A prompt was prefilled; `features` are those of all its tokens but the last, each [1, T, E]."""
+        """A prompt was prefilled; `features`, each [1, T, E], are those of its T tokens before the root."""
 
     @abstractmethod
     def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
-        """A tree for every row, at most `num_draft_tokens` deep (0: the roots alone)."""
+        """A tree for every row, at most `num_draft_tokens` deep; at 0, only the roots."""
 
     def commit(  # noqa: B027
         self,
@@ -113,13 +117,13 @@ class Drafter(ABC):
         features: Mapping[int, torch.Tensor],
         num_new: list[int],
     ) -> None:
-        """The step's outcome; the rows' prefixes in the target's cache have grown by it already.
+        """Take note of a step's outcome. The rows' prefixes in the target's cache have grown already.
 
         Args:
             proposal: with the tree that was verified, which may be smaller than the one proposed.
-            features: along the accepted path, each [B, K + 1, E]; past its end they are garbage. A drafter that keeps some
-                of them for longer than the step makes a copy.
-            num_new: of each row, by how many tokens its prefix grew: the root and the accepted drafts.
+            features: along the accepted path, each [B, K + 1, E], with garbage after its end. A drafter copies what it keeps
+                beyond the step, because the next pass may overwrite them.
+            num_new: by how many tokens each row's prefix grew: the root and the accepted drafts.
         """
 
     def forget(self) -> None:
@@ -127,11 +131,11 @@ class Drafter(ABC):
         self.planner.forget()
 
     def retire(self, sequence: Sequence) -> None:  # noqa: B027
-        """A sequence ended or was cancelled: drop its state. Called once for every admitted sequence."""
+        """A sequence ended, was moved or was cancelled: drop its state. Called once for every admitted sequence."""
 
 
 class NoDrafter(Drafter):
-    """Autoregressive decoding: the tree is its root."""
+    """Autoregressive decoding: every tree is only its root."""
 
     name = "none"
 

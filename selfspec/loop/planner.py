@@ -1,15 +1,14 @@
-"""How much to draft in the next step, zero included, so that speculation never costs more than it brings.
+"""How much to draft in the next step, zero included. It stands before the stage "draft a candidate tree".
 
-The planner measures what a round costs at each size and how often drafts of each depth hold, and picks the size with the
-most expected tokens a second:
+Invariant: speculation does not cost more than it brings. The planner measures what a step costs at each size and how often
+drafts of each depth are accepted, and picks the size with the most expected tokens a second:
 
     rate(N) = (B + sum over rows of the best N - 1 nodes' acceptance probabilities) / (draft seconds + verify seconds(N))
 
 (the expected acceptance length of https://arxiv.org/abs/2211.17192, with a probability for every node in place of one
-constant rate). A drafter's own probabilities are not to be trusted: what they promised at each depth is compared with
-what came, and the ratio corrects them. Sizes it has not tried are guessed cheap, so that they are tried, and the
-measurement then decides. Only deterministic drafts are pruned by their scores; the size of a sampled draft is fixed
-before anything is drawn.
+constant rate). A drafter's own probabilities may be wrong: the planner compares what they promised at each depth with
+what was accepted, and corrects them by the ratio. It guesses that untried sizes are cheap, because they are then tried and
+measured. Only deterministic drafts are pruned by their scores; a sampled draft's size is fixed before anything is drawn.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class Ask:
     """What the planner asks of one step.
 
     Attributes:
-        depth: how deep to draft; 0 for the roots alone.
-        is_probe: the step is to measure a size larger than the one that seems to pay.
+        depth: how deep to draft; 0 for only the roots.
+        is_probe: the step measures a size larger than the one that seems to pay.
     """
 
     depth: int
@@ -42,45 +41,45 @@ class Planner:
     """Chooses draft sizes from measurements.
 
     Args:
-        is_active: False drafts as much as the drafter can, always.
+        is_active: False always drafts as much as the drafter can.
     """
 
-    # How many timings of one size are remembered; their median stands for it.
+    # How many timings of one size are remembered. Their median is its cost.
     MEMORY = 15
-    # What an untried node is guessed to add to a pass, relative to a pass over one node.
+    # Guess for what an untried node adds to a pass, relative to a pass over one node.
     NODE_COST = 0.01
-    # A step without drafts is taken this often, so that the cost of plain decoding stays known; so is a draft two tokens
-    # longer than seems to pay, so that no size is given up for good for what one slow pass or another text said of it.
+    # One step in so many has no drafts, because the cost of plain decoding must stay known. Another drafts two tokens more
+    # than seems to pay, because one slow pass or another text must not rule a size out for good.
     PROBE_EVERY = 48
-    # Where nothing pays, probes are short drafts in so many steps, the first of which may cost more than the later ones;
-    # each time the wait for the next one doubles, up to MAX_PAUSE steps, and half of what was counted is forgotten.
+    # Where nothing pays, a probe is a short draft in each of so many steps, because the first may cost more than the others.
+    # After each probe the pause before the next doubles, up to MAX_PAUSE steps, and half of what was counted is forgotten.
     PROBE_STEPS = 2
     MAX_PAUSE = 384
-    # Of what was counted, how much a step later still counts, and how many trials the first guess is worth.
+    # The share of a count that is left a step later, and how many trials the first guess is worth.
     FADE = 0.98
     PRIOR = 4.0
 
     def __init__(self, *, is_active: bool = True) -> None:
         self.is_active = is_active
-        # By rows and nodes: the last timings of a pass, and their median.
+        # By number of rows and nodes: the last timings of a pass, and their median.
         self._verify: dict[tuple[int, int], deque[float]] = {}
         self._seconds: dict[tuple[int, int], float] = {}
-        # By a power of two of rows and by depth.
+        # Timings of drafts, by number of rows (rounded up to a power of two) and by depth.
         self._draft: dict[int, dict[int, deque[float]]] = {}
         self._trials: list[float] = []
         self._hits: list[float] = []
-        # By depth: how many accepted tokens the scores promised, and how many there were.
+        # By depth: how many accepted tokens the scores promised, and how many were accepted.
         self._promised: list[float] = []
         self._kept: list[float] = []
         # By depth: how many nodes were verified when it was drafted.
         self._sizes: dict[int, deque[int]] = {}
         self._steps = 0
-        # Steps since drafting last paid, and how many of them pass before a probe.
+        # Steps since drafting last paid, and how many pass before a probe.
         self._num_idle = 0
         self._pause = self.PROBE_EVERY
 
     def forget(self) -> None:
-        """Unlearn what was accepted, and keep what passes cost."""
+        """Forget what was accepted, but keep what passes cost."""
         for counts in (self._trials, self._hits, self._promised, self._kept):
             counts.clear()
         self._num_idle, self._pause = 0, self.PROBE_EVERY
@@ -89,7 +88,7 @@ class Planner:
         """How deep the drafter should go in this step.
 
         Args:
-            limit: the deepest draft of any use.
+            limit: the deepest draft that is of any use.
             num_rows: rows of the batch.
             is_costly: drafting takes a noticeable part of a pass, so a draft that does not pay is not begun.
         """
@@ -102,7 +101,7 @@ class Planner:
         return self._best(limit, num_rows, is_probe=is_probe) if is_costly else Ask(limit, is_probe)
 
     def _best(self, limit: int, num_rows: int, *, is_probe: bool) -> Ask:
-        """The best depth, or a probe's."""
+        """The depth with the best rate, or a probe's depth."""
         verify, draft = self._verify_seconds(num_rows), self._draft_seconds(num_rows)
         rates = [self._rate_of_chain(depth, verify, draft) for depth in range(limit + 1)]
         best = max(range(limit + 1), key=rates.__getitem__)
@@ -122,14 +121,14 @@ class Planner:
         """Drop the nodes that cost more than they promise.
 
         Args:
-            free_nodes: a batch with no more nodes than this is left alone, because a pass takes them at hardly any cost.
+            free_nodes: a batch with no more nodes than this is not pruned, because a pass over them costs hardly more.
         """
         B, N = tree.tokens.shape
         if not self.is_active or tree.scores is None or not tree.is_deterministic or N == 1 or B * N <= free_nodes:
             return tree
         corrections = torch.tensor([1.0, *(self._correction(depth) for depth in range(tree.max_depth))])
         chances = (tree.scores.exp() * corrections.to(tree.scores.device)[tree.depths]).clamp(max=1.0)
-        # In the order in which the tree's own pruning keeps them.
+        # The order in which `CandidateTree.prune` keeps nodes.
         order = torch.where(tree.is_real, tree.scores, -torch.inf).sort(dim=1, descending=True, stable=True).indices
         gains = torch.where(tree.is_real, chances, 0.0).gather(1, order)[:, 1:].sum(0).cumsum(0).tolist()
         seconds = self._verify_seconds(B)
@@ -139,10 +138,10 @@ class Planner:
 
     @staticmethod
     def measure(tree: CandidateTree) -> torch.Tensor:
-        """What `observe` must know of a tree, [B, 1 + K + 1] on the device: how deep a row drafts, and what was promised.
+        """What `observe` must know about a tree: [B, 1 + K + 1] float64 on the device.
 
-        Of each depth that is the sum of its nodes' chances, 0 where there are no scores. Float64, so that it can be read
-        together with a step's tokens.
+        The columns are each row's depth, then for each depth the sum of its nodes' chances, 0 where there are no scores.
+        Float64, because the host reads it in one tensor with the step's tokens.
         """
         at_depth = tree.depths[:, :, None] == torch.arange(tree.max_depth + 1, device=tree.tokens.device)  # [B, N, K + 1]
         chances = 0.0 if tree.scores is None else torch.where(tree.is_real, tree.scores.exp(), 0.0).double()[:, :, None]
@@ -157,12 +156,12 @@ class Planner:
         draft_seconds: float | None,
         verify_seconds: float | None,
     ) -> None:
-        """A step's cost and outcome.
+        """Learn from a step's cost and outcome.
 
         Args:
             ask: what was asked of the step.
             facts: what `measure` gave, row by row.
-            num_accepted: of each row.
+            num_accepted: each row's accepted draft tokens.
             draft_seconds, verify_seconds: None for a step that is not typical (a capture, or prompts in the same round).
         """
         if not self.is_active:
@@ -188,7 +187,7 @@ class Planner:
                 )
 
     def _compare(self, depth: int, promised: float, kept: int) -> None:
-        """One step's promise for a depth, and what came of it; old steps fade."""
+        """Count what a step's scores promised at a depth and what was accepted there; old steps fade."""
         if depth == len(self._promised):
             self._promised.append(0.0)
             self._kept.append(0.0)
@@ -196,7 +195,7 @@ class Planner:
         self._kept[depth] = self._kept[depth] * self.FADE + kept
 
     def _correction(self, depth: int) -> float:
-        """What to multiply a score's chance by: towards 1 while little is known."""
+        """The factor that corrects a score's chance; near 1 while little is known."""
         if depth >= len(self._promised):
             return 1.0
         return (self._kept[depth] + self.PRIOR) / (self._promised[depth] + self.PRIOR)
@@ -221,7 +220,7 @@ class Planner:
         return expected / (verify_seconds(num_nodes) + draft_seconds(depth))
 
     def _draft_seconds(self, num_rows: int) -> Callable[[int], float]:
-        """Seconds of a draft by its depth: measured, interpolated, or guessed as a pass a depth and one to begin with."""
+        """Seconds of a draft by its depth: measured, interpolated, or guessed as one pass per depth and one before them."""
         if not self._draft:
             return lambda depth: 0.0
         wanted = _power_of_two(num_rows)
@@ -242,11 +241,11 @@ class Planner:
         return seconds
 
     def _verify_seconds(self, num_rows: int) -> Callable[[int], float]:
-        """Seconds of a pass by nodes a row: measured, interpolated, or guessed from the nearest size below.
+        """Seconds of a pass by nodes per row: measured, interpolated, or guessed from the nearest size below.
 
-        Rows come and go: where this number of them was not measured, a pass with as many nodes in all stands for it.
+        Where this number of rows was not measured, a pass with as many nodes in all is taken instead.
         """
-        # The nearest number of rows comes last, and stays.
+        # The nearest number of rows comes last, so it overwrites the others.
         measured = sorted(self._seconds.items(), key=lambda item: -abs(item[0][0] - num_rows))
         by_total = {rows * nodes: seconds for (rows, nodes), seconds in measured}
         totals = sorted(by_total)
@@ -270,5 +269,5 @@ class Planner:
 
 
 def _power_of_two(number: int) -> int:
-    """The least one that is not below `number`."""
+    """The least power of two that is not below `number`."""
     return 1 << (number - 1).bit_length()

@@ -1,9 +1,11 @@
-"""From target logits to tokens, for a batch of rows with settings of their own.
+"""From target logits to tokens, for a batch of rows that each have their own settings. Accept calls it at every node.
 
-A token at absolute position t of a request is `argmax(processed_logits + gumbel(key, t))`: one draw from the processed
-distribution that depends on nothing but the logits, the request's key and the position. Greedy rows take the plain argmax.
+Invariant: a token at absolute position t is `argmax(processed_logits + gumbel(key, t))`, one draw from the processed
+distribution, and depends only on the logits, the request's key and the position. Greedy rows take the plain argmax.
+
 The filters and the repetition penalty are transformers' own logits processors, applied to the rows a walk visits. On CUDA
-`row_sample` stands for temperature and filters wherever the target chooses, so that a row's token depends on none beside it.
+`row_sample` replaces temperature and filters wherever the target chooses, because a row's token must not depend on the other
+rows.
 """
 
 from __future__ import annotations
@@ -36,21 +38,21 @@ class Grammar(ABC):
     """The form that one answer must have.
 
     Attributes:
-        problem: why it cannot be followed any further.
+        problem: why the grammar cannot be followed any further.
     """
 
     problem: str | None = None
 
     @abstractmethod
     def allowed(self, token_ids: list[int]) -> torch.Tensor:
-        """[V] bool on the CPU: which tokens may follow an answer that has begun with `token_ids`; at least one may."""
+        """[V] bool on the CPU: the tokens that may follow an answer that began with `token_ids`; at least one is true."""
 
 
 @dataclass(frozen=True)
 class Laws:
-    """What B rows' tokens depend on beside their logits, where nothing depends on their paths.
+    """What B rows' tokens depend on besides their logits, where nothing depends on a path.
 
-    Tensors alone, which a CUDA graph can take.
+    Only tensors, because a CUDA graph takes them.
 
     Attributes:
         integers: [B, 3] int64: noise key, number of committed tokens, top-k (0 keeps all).
@@ -61,7 +63,12 @@ class Laws:
     fractions: torch.Tensor
 
     def choose(self, logits: torch.Tensor, depths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The token after every node, from logits [B, N, V] at depths [B, N], and whether its logits are sound."""
+        """The token after every node [B, N], and whether its logits are sound [B, N].
+
+        Args:
+            logits: [B, N, V].
+            depths: [B, N].
+        """
         return row_sample(logits, depths, self.integers, self.fractions)
 
 
@@ -72,10 +79,10 @@ class Sampler:
         params: each row's settings.
         keys: [B] int64 noise keys.
         history: [B, C] int64, each row's tokens (prompt and output), with room for one walk past the end.
-        num_tokens: [B] int64, how many of them are committed; the token of depth d gets position `num_tokens + d`.
+        num_tokens: [B] int64, how many of these are committed; the token at depth d gets position `num_tokens + d`.
         num_prompt_tokens: [B] int64.
         eos_token_ids: the model's end-of-sequence ids.
-        grammars: each row's, None for any text; nothing at all where no row has one.
+        grammars: each row's grammar, None for any text; empty where no row has one.
     """
 
     def __init__(
@@ -111,11 +118,11 @@ class Sampler:
 
     @property
     def laws(self) -> Laws:
-        """What the rows' choices depend on, temperature and filters alone, at the present number of tokens."""
+        """The rows' laws at the present number of tokens: temperature and filters, but no penalties or grammars."""
         return Laws(torch.stack([self.keys, self.num_tokens, self._top_k], dim=1), self._fractions)
 
     def choose(self, logits: torch.Tensor, depth: int, stream: Stream = Stream.TARGET) -> torch.Tensor:
-        """The token after the node at `depth` of each row's walk: [B] from logits [B, V]."""
+        """The token [B] after the node at `depth` of each row's walk, from logits [B, V]."""
         if stream == Stream.TARGET and (self.is_plain or is_compiled_for(logits)):
             if not self.is_pathless:
                 logits = self._follow_paths(logits.float(), depth)
@@ -125,9 +132,9 @@ class Sampler:
         return self.draw(self.process(logits, depth), depth, stream)
 
     def process(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
-        """Logits whose softmax is the distribution to sample: [B, V] float32.
+        """From logits [B, V] to those whose softmax is the distribution to sample: [B, V] float32.
 
-        Greedy rows come out as a point mass on their argmax (0 there, -inf elsewhere).
+        A greedy row becomes a point mass on its argmax (0 there, -inf elsewhere).
         """
         scores = self._follow_paths(logits.float(), depth)
         if not self._groups:
@@ -135,13 +142,13 @@ class Sampler:
         return self._by_group(scores, lambda law, scores, rows: law.warp(scores))
 
     def _follow_paths(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
-        """Float32 logits [B, V] as each row's path changes them: grammar, bias, penalties, minimum length."""
+        """Logits [B, V] float32 after what depends on each row's path: grammar, bias, penalties, minimum length."""
         if self._grammars:
             logits = self._within_grammars(logits, depth)
         return self._by_group(logits, lambda law, logits, rows: law.follow_paths(logits, self, rows, depth))
 
     def _by_group(self, logits: torch.Tensor, change: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """Logits [B, V] changed law by law, each time those of the rows that share it."""
+        """Apply `change` to logits [B, V], once for each law and its rows."""
         if len(self._groups) == 1:
             return change(self._groups[0][1], logits, None)
         out = logits.clone()
@@ -150,7 +157,7 @@ class Sampler:
         return out
 
     def _within_grammars(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
-        """Logits [B, V] with -inf for the tokens that may not follow each row's path. Reads the paths to the host."""
+        """Logits [B, V] with -inf for tokens that may not follow a row's path. Reads the paths from the device."""
         logits = logits.clone()
         begins, ends = self.num_prompt_tokens.tolist(), (self.num_tokens + depth).tolist()
         for row, grammar in self._grammars:
@@ -158,31 +165,31 @@ class Sampler:
             try:
                 allowed = grammar.allowed(path)
             except Exception as error:
-                # The row ends with this, alone; what it would choose does not matter any more.
+                # Only this row ends with the error; what it chooses no longer matters.
                 grammar.problem = grammar.problem or f"the grammar failed: {type(error).__name__}: {error}"
                 continue
             logits[row].masked_fill_(~allowed.to(logits.device), -torch.inf)
         return logits
 
     def draw(self, processed: torch.Tensor, depth: int, stream: Stream) -> torch.Tensor:
-        """One draw per row from softmax(processed) [B, V]: [B]."""
+        """One draw per row, [B], from softmax(processed), processed [B, V]."""
         if self.is_greedy:
-            # Every finite entry of a point mass is its only one.
+            # A point mass has one finite entry, so noise changes nothing.
             return processed.argmax(-1)
         noise = gumbel(self.keys, self.num_tokens + depth, stream, processed.shape[-1])
         return (processed + noise).argmax(-1)
 
     def uniform(self, depth: int, stream: Stream) -> torch.Tensor:
-        """[B] numbers in (0, 1)."""
+        """One number in (0, 1) per row: [B]."""
         return uniform(self.keys, self.num_tokens + depth, stream, 1)[:, 0]
 
     def record(self, tokens: torch.Tensor, depth: int) -> None:
-        """Append a walk's tokens [B] to the committed history, because deeper nodes choose by their own path."""
+        """Write a walk's tokens [B] after the committed history, because deeper nodes choose by their own path."""
         self.history.scatter_(1, (self.num_tokens + depth)[:, None], tokens[:, None])
 
 
 class _Law:
-    """One distinct setting's processors, applied to the rows that share it."""
+    """The logits processors of one law, applied to the rows that share it."""
 
     def __init__(self, params: SamplingParams, eos_token_ids: Sequence[int], device: torch.device) -> None:
         self.params = params
@@ -205,7 +212,7 @@ class _Law:
         self.end_ids = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
 
     def follow_paths(self, logits: torch.Tensor, sampler: Sampler, rows: torch.Tensor | None, depth: int) -> torch.Tensor:
-        """Logits with bias, penalties and minimum length."""
+        """Logits [R, V] of the law's rows after bias, penalties and minimum length."""
         params = self.params
 
         def of_rows(x: torch.Tensor) -> torch.Tensor:
@@ -226,7 +233,7 @@ class _Law:
         return scores
 
     def warp(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores with temperature and filters."""
+        """Scores [R, V] after temperature and filters."""
         return _point_mass(scores) if self.params.is_greedy else self.warpers(None, scores)
 
 
@@ -236,7 +243,7 @@ def _point_mass(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(history: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-    """Rows of equal length [B, C]: each row's own last token fills its end, which no set-based penalty can notice."""
+    """Rows of equal length [B, C], filled with each row's last token, which a penalty on the set of tokens cannot notice."""
     index = torch.arange(history.shape[1], device=history.device)
     return history.gather(1, index.expand(len(num_tokens), -1).minimum(num_tokens[:, None] - 1))
 
@@ -244,7 +251,7 @@ def _padded(history: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
 def _emitted_counts(
     history: torch.Tensor, num_prompt_tokens: torch.Tensor, num_tokens: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
-    """[B, V] float32: how often each token was emitted so far, prompt not counted."""
+    """[B, V] float32: how often each token was emitted so far; the prompt is not counted."""
     index = torch.arange(history.shape[1], device=history.device)
     is_emitted = (index >= num_prompt_tokens[:, None]) & (index < num_tokens[:, None])
     counts = torch.zeros(len(num_tokens), vocab_size, device=history.device)

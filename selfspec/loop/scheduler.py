@@ -1,8 +1,11 @@
-"""Who decodes: the queue, admission, prompts, preemption. Host only; tensors are `selfspec.loop.step`'s business.
+"""Who decodes: the queue, admission, prefill and preemption. Host only; `selfspec.loop.step` handles the tensors.
 
-First come, first served. Where the cache runs out, drafts are left out first. Then the youngest sequence gives its blocks up
-and waits; it comes back as a prompt that ends with what it has emitted. A token depends on the tokens before it, on the
-request's key and on its position alone, so none of this changes an output.
+In prompt -> prefill -> draft a candidate tree -> verify -> accept -> compact -> text, this file decides which sequences are
+prefilled and which take the next step. First come, first served. When the cache is full, drafts are left out first. Then the
+youngest sequence gives up its blocks and waits; it returns as a prompt that ends with the tokens it has emitted.
+
+Invariant: none of this changes an output, because a token depends only on the tokens before it, the request's key and its
+position.
 """
 
 from __future__ import annotations
@@ -22,19 +25,19 @@ if TYPE_CHECKING:
     from selfspec.loop.drafter import Drafter
     from selfspec.model.target import Target
 
-# After so many rounds in a row that entered prompts comes one that enters none: only there do steps show what they cost.
+# After this many rounds in a row that entered prompts, one enters none, because only such a round shows what a step costs.
 MAX_MIXED_ROUNDS = 8
 
 
 class Scheduler:
-    """All sequences of one cache, from waiting over prefill to decoding; a round takes each of them a step further.
+    """All sequences of one cache: waiting, in prefill, or decoding. A round takes each of them a step further.
 
     Args:
         max_batch: the most sequences with a place in the cache.
-        prefill_tokens: the most prompt tokens that a round enters, in whole passes of `Passes.max_rows`, so that a long
-            prompt does not hold everyone up; None for no limit.
-        on_error: is told what failed and whose sequences it stopped, and has to `cancel` or `move` them; raises it by
-            default.
+        prefill_tokens: the most prompt tokens that a round enters, rounded up to whole passes of `Passes.max_rows`, because
+            a long prompt must not hold everyone up; None for no limit.
+        on_error: called with the failure and the sequences that it stopped, which it must `cancel` or `move`. By default
+            the error is raised.
     """
 
     def __init__(
@@ -54,10 +57,10 @@ class Scheduler:
         self.num_preemptions = 0
         self._on_error = on_error or _raise
         self._groups: list[Group] = []
-        # Every sequence there is, in the order of arrival.
+        # Every sequence, in the order of arrival.
         self._homes: dict[Sequence, Group] = {}
         self._prefill: Prefill | None = None
-        # A sequence had to give way, and none has ended since: one more would only have to give way again.
+        # True from a preemption until a sequence ends: one more sequence would only be preempted again.
         self._is_crowded = False
         # Rounds in a row that entered prompts, the present one included.
         self._num_mixed = 0
@@ -82,14 +85,14 @@ class Scheduler:
         return self._homes[sequence]
 
     def sequences_of(self, group: Group) -> list[Sequence]:
-        """Waiting or running, in the order of arrival."""
+        """The group's sequences, waiting or running, in the order of arrival."""
         return [sequence for sequence, home in self._homes.items() if home is group]
 
     def submit(self, request: Request, group: Group) -> Sequence:
         """Put a request at the end of the queue.
 
         Raises:
-            ValueError: it can never be served (see `check_request`).
+            ValueError: the request can never be served (see `check_request`).
         """
         sequence = open_sequence(self.target, request, self.cache.open_row(), cache_tokens=self.cache.max_tokens)
         self._homes[sequence] = group
@@ -97,14 +100,14 @@ class Scheduler:
         return sequence
 
     def cancel(self, sequence: Sequence) -> None:
-        """End a sequence wherever it is, and free what it holds. Does nothing for one that is gone."""
+        """End a sequence wherever it is, and free what it holds. Does nothing if it has ended already."""
         if sequence in self._homes:
             self._vacate(sequence)
             del self._homes[sequence]
             self._is_crowded = False
 
     def move(self, sequence: Sequence, group: Group) -> None:
-        """Have a group serve a sequence from now on: it goes to the head of the queue, with what it has emitted."""
+        """Hand a sequence over to another group: it goes to the head of the queue and keeps what it has emitted."""
         self._vacate(sequence)
         self._homes[sequence] = group
         self.waiting.appendleft(sequence)
@@ -114,7 +117,7 @@ class Scheduler:
             self.cancel(sequence)
 
     def round(self) -> list[Step]:
-        """Enter this round's share of prompts, then take a step of every group."""
+        """Enter this round's share of prompts, then take one step for every group."""
         steps = []
         self._enter_prompts()
         for group in list(self._groups):
@@ -131,12 +134,12 @@ class Scheduler:
         return steps
 
     def _enter_prompts(self) -> None:
-        """Enter prompts, one after the other, up to this round's budget."""
+        """Enter prompts in order, up to this round's budget."""
         if self._num_mixed >= MAX_MIXED_ROUNDS and any(group.batch.sequences for group in self._groups):
             self._num_mixed = 0
             return
         budget, is_mixed = self.prefill_tokens, False
-        # A prompt that is cut within a pass costs one more.
+        # A prompt that is cut within a pass costs one more pass.
         max_rows = self.target.passes.max_rows
         pass_size = max_rows if max_rows <= budget else 1
         while budget > 0 and (prefill := self._prefill or self._admit()) is not None:
@@ -152,17 +155,17 @@ class Scheduler:
         self._num_mixed = self._num_mixed + 1 if is_mixed else 0
 
     def _admit(self) -> Prefill | None:
-        """Give the head of the queue a place, if there is one and its prompt fits with those that are running."""
+        """Give the head of the queue a place, if one is free and its prompt fits in with the running sequences."""
         num_running = self.num_running
         if not self.waiting or num_running >= self.max_batch or (num_running and self._is_crowded):
             return None
         sequence = self.waiting[0]
         if num_running and (sequence.is_suspect or any(other.is_suspect for other in self._running())):
-            # It decodes alone, so that a step that fails has one row to blame.
+            # A suspect decodes alone: if its step fails, it is the one to blame.
             return None
         group = self._homes[sequence]
         prefix, names = sequence.prefix_ids, group.drafter.features
-        # A block to spare for everyone's next tokens.
+        # One spare block for each running sequence's next tokens.
         needs = (sequence.row, prefix, names, sequence.num_tokens, num_running)
         if num_running and not self.cache.can_adopt(*needs):
             self._trim()
@@ -175,13 +178,13 @@ class Scheduler:
         return [sequence for sequence in self._homes if sequence.row.blocks]
 
     def _trim(self) -> None:
-        """Take back the scratch slots that rows keep from larger trees."""
+        """Take back the scratch blocks that rows keep from larger trees."""
         for group in self._groups:
             for row in group.batch.rows:
                 self.cache.trim(row)
 
     def _has_room(self, group: Group) -> bool:
-        """Make room for the root of every row, at the cost of the youngest sequences; false where no row is left."""
+        """Make room for every row's root, and preempt the youngest sequences where it is short; false if no row is left."""
         batch = group.batch
         if len(batch) and not self.cache.can_reserve(batch.rows, 1):
             self._trim()
@@ -193,14 +196,14 @@ class Scheduler:
         return len(batch) > 0
 
     def _vacate(self, sequence: Sequence) -> None:
-        """Take a sequence out of the queue, the prefill or its batch; its blocks may serve others that begin alike."""
+        """Take a sequence out of the queue, the prefill or its batch, and publish its blocks for texts that begin alike."""
         group = self._homes[sequence]
         try:
             if sequence in group.batch.sequences:
                 group.batch.remove(sequence)
                 if sequence.error is None:
                     prefix = sequence.prefix_ids
-                    # What was accepted after an end is no part of the text.
+                    # Tokens accepted after the end are not part of the text.
                     self.cache.rewind(sequence.row, len(prefix))
                     self.cache.publish(sequence.row, prefix)
                 group.drafter.retire(sequence)

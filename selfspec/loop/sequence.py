@@ -1,6 +1,6 @@
-"""One prompt on its way to an answer: what was asked, what was emitted, why it ended, what it cost.
+"""One prompt on its way to its text: what was asked, what was emitted, why it ended, what it cost.
 
-Invariant: a row's committed prefix in the cache is all its tokens but the last, which is the next tree's root.
+Invariant: a row's committed prefix in the cache is all its tokens but the last one, the next tree's root.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """A tokenised prompt with its settings. `index` and `sample_index` say where its answer belongs.
+    """A tokenised prompt with its settings. `index` and `sample_index` say which prompt and sample it is.
 
     Attributes:
-        num_top_logprobs: how many of the likeliest tokens to report with each emitted one, where `logprobs` are asked for.
-        begin_grammar: begins the grammar that the answer must follow; None for any text.
+        num_top_logprobs: how many of the likeliest tokens to report with each emitted one, where `logprobs` is set.
+        begin_grammar: makes the grammar that the answer must follow; None for any text.
     """
 
-    # Errors and logs may show a request, and must not show what it says.
+    # Not in the repr, because errors and logs may show a request but must not show its text.
     prompt_ids: list[int] = field(repr=False)
     sampling: SamplingParams = field(repr=False)
     index: int = 0
@@ -42,7 +42,7 @@ class Request:
 
 
 def check_prompt(target: Target, prompt_ids: Sequence_[int], *, name: str = "the prompt") -> None:
-    """Refuse token ids that are none, that the target does not know, or that leave no room for an answer.
+    """Refuse a prompt that is empty, has ids that the target does not know, or leaves no room for an answer.
 
     Raises:
         ValueError: one sentence that begins with `name`.
@@ -61,7 +61,7 @@ def check_prompt(target: Target, prompt_ids: Sequence_[int], *, name: str = "the
 
 
 def check_sampling(target: Target, sampling: SamplingParams) -> None:
-    """Refuse settings that name tokens the target does not have, or text where there is no tokenizer.
+    """Refuse settings that name tokens the target does not know, or stop strings where there is no tokenizer.
 
     Raises:
         ValueError: one sentence that names the setting.
@@ -80,7 +80,7 @@ def _check_known(target: Target, name: str, token_ids: Iterable[int]) -> None:
 
 
 def check_request(target: Target, request: Request, *, cache_tokens: int | None = None) -> None:
-    """Refuse a request that could never be served, whoever takes it.
+    """Refuse a request that could never be served.
 
     Args:
         cache_tokens: the most tokens that the KV cache holds; None for no limit.
@@ -101,10 +101,10 @@ def check_request(target: Target, request: Request, *, cache_tokens: int | None 
 
 
 def open_sequence(target: Target, request: Request, row: CacheRow, *, cache_tokens: int | None = None) -> Sequence:
-    """A request that is about to be decoded into an empty cache row.
+    """A sequence for a request, which will be decoded into an empty cache row.
 
     Raises:
-        ValueError: it could never be served (see `check_request`), or its grammar cannot begin.
+        ValueError: the request can never be served (see `check_request`), or its grammar cannot begin.
     """
     check_request(target, request, cache_tokens=cache_tokens)
     sampling = request.sampling
@@ -127,10 +127,10 @@ class Sequence:
     """A request being decoded.
 
     Attributes:
-        num_target_passes, num_draft_tokens, num_accepted_tokens: of what was emitted; drafts that were accepted after a stop
-            do not count.
+        num_target_passes, num_draft_tokens, num_accepted_tokens: over the whole answer. An accepted draft counts only if it
+            was emitted, so not after a stop.
         num_paused_passes: passes without drafts because the text had outgrown the drafter's context.
-        num_reused_tokens: the part of the prompt whose KV was in the cache already.
+        num_reused_tokens: prompt tokens whose KV was in the cache already.
         created, started: when it was submitted and admitted.
         is_suspect: it was in a batch whose step failed, so it decodes alone from now on.
     """
@@ -164,31 +164,31 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output together; the last of them is the root."""
+        """Prompt and output together, the root included."""
         return len(self.request.prompt_ids) + len(self.token_ids)
 
     @property
     def prefix_ids(self) -> list[int]:
-        """All tokens but the root: what the cache holds while the sequence decodes."""
+        """All tokens but the root, which is what the cache holds while the sequence decodes."""
         return [*self.request.prompt_ids, *self.token_ids][:-1]
 
     def tokens_between(self, start: int, end: int) -> list[int]:
-        """Tokens `start … end - 1` of prompt and output."""
+        """Tokens `start … end - 1` of prompt and output together."""
         prompt, size = self.request.prompt_ids, len(self.request.prompt_ids)
         return prompt[start:end] + self.token_ids[max(start - size, 0) : max(end - size, 0)]
 
     @property
     def max_depth(self) -> int:
-        """The deepest draft that can still be emitted: one place is the bonus token's."""
+        """The deepest draft that can still be emitted; one place is for the bonus token."""
         return self.max_tokens - len(self.token_ids) - 1
 
     def fail(self, error: Exception) -> None:
-        """End the sequence with an error in place of an answer."""
+        """End the sequence with an error instead of an answer."""
         self.error = error
         self.finish_reason = "error"
 
     def emit(self, tokens: list[int]) -> list[int]:
-        """Append a verify pass's tokens up to the first that ends the sequence; returns those that were appended."""
+        """Append a verify pass's tokens, up to the first that ends the sequence; returns those appended."""
         for count, token in enumerate(tokens, start=1):
             self.token_ids.append(token)
             may_stop = len(self.token_ids) >= self.sampling.min_new_tokens
@@ -206,7 +206,9 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Emission:
-    """What a step gave one row: the tokens appended (cut where the sequence ended), the draft's size, its emitted part."""
+    """What a step gave one row: the appended tokens (cut where the sequence ended), how many were drafted, and how many of
+    the drafts were emitted.
+    """
 
     tokens: list[int]
     num_drafted: int

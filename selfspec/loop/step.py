@@ -1,7 +1,8 @@
-"""One step of a group of rows: propose, verify, accept, compact, commit. Each is one call, and everything here is tensors.
+"""One step for a group of rows: draft a candidate tree -> verify -> accept -> compact; and the prefill before the first.
 
-Verification, acceptance and compaction are one function of tensors, whether a CUDA graph runs it or not
-(`selfspec.model.passes`). The host reads a step's outcome once, in `Batch.commit`.
+Verify, accept and compact are one function of tensors, whether a CUDA graph runs it or not (`selfspec.model.passes`).
+
+Invariant: the host reads a step's outcome once, in `Batch.commit`.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from selfspec.tree import CandidateTree, chain
 
 
 class Stage(Enum):
-    """Whose work a part of a step is."""
+    """Who does a part of a step: the drafter or the target."""
 
     DRAFT = "draft"
     TARGET = "target"
 
 
 class StageError(Exception):
-    """A stage failed; `error` is why."""
+    """A stage failed with `error`."""
 
     def __init__(self, stage: Stage, error: Exception) -> None:
         super().__init__(f"{stage.value}: {error}")
@@ -46,7 +47,7 @@ class StageError(Exception):
 
 @contextmanager
 def blamed(stage: Stage) -> Iterator[None]:
-    """Errors within are this stage's."""
+    """Turn an error inside the block into this stage's `StageError`."""
     try:
         yield
     except Exception as error:
@@ -55,7 +56,7 @@ def blamed(stage: Stage) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The sequences that one drafter serves; they share its proposals and a verify pass. `name` is what it goes by here."""
+    """The sequences that one drafter serves, which share a verify pass. `name` is the drafter's name in this scheduler."""
 
     name: str
     drafter: Drafter
@@ -69,8 +70,8 @@ class StepSeconds:
 
     Attributes:
         draft: the proposal.
-        verify: the target's pass, acceptance and compaction. On a GPU the host only launches them.
-        commit: reading the outcome, which waits for the device, and handing it on.
+        verify: the target's pass, acceptance and compaction. On a GPU this is only their launch.
+        commit: reading the outcome, which waits for the device, and passing it on.
     """
 
     draft: float
@@ -83,10 +84,10 @@ class Step:
     """One pass of the loop: what was proposed, what was kept, and what each sequence emitted.
 
     Attributes:
-        name, drafter: whose tree it is.
-        sequences: the rows of the step, in the order of the tensors' first dimension.
+        name, drafter: who drafted the tree.
+        sequences: the step's B rows, in the order of the tensors' first dimension.
         emissions: per row, the tokens that were appended and how many of them were drafted.
-        finished: those of `sequences` that ended with this step.
+        finished: the sequences that ended in this step.
     """
 
     name: str
@@ -105,13 +106,14 @@ class Step:
 
 
 def take_step(group: Group, *, is_typical: bool = True) -> Step:
-    """Propose, verify, accept, compact, commit, for every row of a group.
+    """Propose, verify, accept, compact and commit for every row of a group.
 
     Args:
-        is_typical: false where the step's time says nothing about the next one, because the device still works on prompts.
+        is_typical: false where the step's time says nothing about the next one, because the device is still busy with
+            prompts.
 
     Raises:
-        StageError: what failed, and whose work it was.
+        StageError: a stage failed.
     """
     batch, drafter, planner = group.batch, group.drafter, group.planner
     passes, sequences = batch.target.passes, list(batch.sequences)
@@ -129,7 +131,7 @@ def take_step(group: Group, *, is_typical: bool = True) -> Step:
     clock.append(time.perf_counter())
     seconds = StepSeconds(*(end - start for start, end in pairwise(clock)))
     if planner.is_active:
-        # All that decides on the next step's size comes from here, and processes that share a model must agree on it.
+        # These numbers decide the next step's size, and processes that share a model must agree on that size.
         is_typical = is_typical and passes.num_set_up == num_set_up
         agreed = batch.target.agreed([is_typical, proposal.is_typical, seconds.draft, seconds.verify + seconds.commit])
         draft = agreed[2] if agreed[0] and agreed[1] else None
@@ -139,7 +141,7 @@ def take_step(group: Group, *, is_typical: bool = True) -> Step:
 
 
 def _propose(group: Group) -> tuple[Ask, Proposal]:
-    """What the drafter proposes and what of it fits; the roots alone where the cache has no room for more."""
+    """The drafter's proposal, cut to what fits; only the roots where the cache has no room for more."""
     batch, drafter, planner = group.batch, group.drafter, group.planner
     deepest = max(sequence.max_depth for sequence in batch.sequences)
     ask = planner.ask(min(drafter.num_draft_tokens, deepest), len(batch), is_costly=drafter.is_costly)
@@ -155,7 +157,7 @@ def _propose(group: Group) -> tuple[Ask, Proposal]:
 
 
 def _fit(tree: CandidateTree, ask: Ask, group: Group) -> CandidateTree:
-    """The part of a tree that can be emitted, that pays, and that a pass takes without changing a row's bits."""
+    """Cut a tree to the nodes that can be emitted, that pay, and that leave a row's bits unchanged."""
     batch, passes = group.batch, group.batch.target.passes
     if min(sequence.max_depth for sequence in batch.sequences) < tree.max_depth:
         tree = tree.limit_depth(batch.max_depths)
@@ -168,11 +170,12 @@ def _verify(group: Group, proposal: Proposal) -> tuple[Acceptance, torch.Tensor,
     """Run the target over the tree, accept a path and compact the cache to it.
 
     Returns:
-        The acceptance, the report that `Batch.commit` reads, and the pass's logits [B, N, V] and features along the path.
+        The acceptance; the report for `Batch.commit` (see `report_of`); the logits [B, N, V] and the features along the
+        accepted path, each [B, K + 1, E].
     """
     batch, tree, planner = group.batch, proposal.tree, group.planner
     target, cache, names = batch.target, batch.cache, tuple(group.drafter.features)
-    # Whatever depends on a path, or goes on from what drafting did, is host work between passes: no graph takes it.
+    # No graph takes a step in which a choice depends on a path, or whose drafting ran a part of the target's pass already.
     is_open = batch.is_pathless and tree.is_deterministic and proposal.verify is None and target.passes.is_captured
     is_scored = planner.is_active and tree.scores is not None
     laws = batch.laws if is_open and not batch.is_greedy else None
@@ -208,7 +211,7 @@ def _one_pass(
     *,
     is_scored: bool,
 ) -> Function:
-    """Verification, acceptance and compaction as one function of tensors: (places, tree, laws, scores)."""
+    """Verification, acceptance and compaction as one function (places, tree, laws' tensors, scores) of tensors."""
 
     def run(places: Places, tree: CandidateTree, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if is_scored:
@@ -225,13 +228,13 @@ def _one_pass(
 
 
 def along_path(acceptance: Acceptance, features: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The nodes' features, each [B, N, E], along the accepted path: [B, K + 1, E], past its end garbage."""
+    """From features [B, N, E] of all nodes to those along the accepted path [B, K + 1, E], with garbage after its end."""
     nodes = acceptance.path.clamp(min=0)[:, :, None]
     return {name: each.gather(1, nodes.expand(-1, -1, each.shape[-1])) for name, each in features.items()}
 
 
 class Prefill:
-    """A prompt on its way into the cache, with the features of what is there, part by part."""
+    """One prompt's way into the cache, chunk by chunk, and the features of the tokens that are there already."""
 
     def __init__(self, group: Group, sequence: Sequence) -> None:
         self.group = group
@@ -245,7 +248,7 @@ class Prefill:
         return len(self._prefix) - self.sequence.row.length
 
     def begin(self) -> None:
-        """Share what the cache holds of the prompt, and take the room for the rest. Does nothing the second time.
+        """Adopt the beginning of the prompt that the cache holds, and reserve room for the rest. A second call does nothing.
 
         Raises:
             StageError: there is no room.
@@ -263,13 +266,13 @@ class Prefill:
         self._has_begun = True
 
     def enter(self, num_tokens: int) -> bool:
-        """Commit the next `num_tokens` of the prompt, whose last token is left to be the first tree's root.
+        """Commit the prompt's next `num_tokens`. Its last token is left out, because it is the first tree's root.
 
         Returns:
-            Whether the prompt is entered as a whole; the sequence then takes part in the next step.
+            Whether all of the prompt is entered; the sequence then takes part in the next step.
 
         Raises:
-            StageError: what failed, and whose work it was.
+            StageError: a stage failed.
         """
         started = time.perf_counter()
         batch, drafter, sequence = self.group.batch, self.group.drafter, self.sequence

@@ -1,6 +1,6 @@
-"""Token ids to text pieces, as they come, and the end of an output: stop strings found wherever they fall.
+"""The loop's last stage: token ids to text pieces as they come, cut at the first stop string.
 
-Invariant: the pieces joined are the final text; no piece ever holds a part of a stop string or half a character.
+Invariant: the pieces joined are the final text. No piece holds a part of a stop string or half a character.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._ids: list[int] = []
-        # Only ids from `_start` on are decoded again; those up to `_known`, and `_num_ahead` characters more, are text.
+        # Only ids from `_start` on are decoded again. The text has those up to `_known`, and `_num_ahead` characters more.
         self._start = 0
         self._known = 0
         self._num_ahead = 0
@@ -32,7 +32,7 @@ class TextStream:
         self.stop_string: str | None = None
 
     def push(self, token_id: int, *, may_stop: bool = True) -> bool:
-        """Add a token; returns True when a stop string is complete, after which the text ends before it."""
+        """Add a token. Returns True when it completes a stop string; the text then ends before that string."""
         if self._tokenizer is None:
             return False
         self._ids.append(token_id)
@@ -44,14 +44,14 @@ class TextStream:
         return may_stop and self._cut(begin)
 
     def finish(self) -> None:
-        """No token follows: what was held back as half a character is shown as it is."""
+        """End the text. Half a character that was held back is added as it is, because no token follows."""
         if self._tokenizer is not None and self.stop_string is None:
             self.text += self._decode(self._ids[self._start :])[self._num_known_characters() :]
             self._start = self._known = len(self._ids)
             self._num_ahead = 0
 
     def take(self, *, is_last: bool = False) -> str:
-        """The text that may be shown and has not been; all of it once the sequence has ended."""
+        """The text that may be shown and was not taken before; all the rest once the sequence has ended."""
         end = len(self.text) if is_last or self.stop_string is not None else len(self.text) - self._held_back()
         piece = self.text[self._num_taken : end]
         self._num_taken = max(self._num_taken, end)
@@ -61,14 +61,14 @@ class TextStream:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def _num_known_characters(self) -> int:
-        """How many characters of the text decoded from `_start` on are part of the text already."""
+        """How many of the characters decoded from `_start` on are in the text already."""
         return len(self._decode(self._ids[self._start : self._known])) + self._num_ahead
 
     def _fresh_text(self) -> str:
-        """The whole characters that the last ids add; half a one at their end waits for the rest.
+        """The whole characters that the last ids add; half a character at the end waits for its other half.
 
-        Decoding starts a few tokens earlier, at one that is not empty, as a token's text can depend on what is before
-        it (leading spaces).
+        Decoding starts a few tokens earlier, at one that is not empty, because a token's text can depend on what comes
+        before it (leading spaces).
         """
         decoded = self._decode(self._ids[self._start :])
         whole = decoded.rstrip("\ufffd")
@@ -93,7 +93,7 @@ class TextStream:
         return True
 
     def _held_back(self) -> int:
-        """Length of the longest end of the text that a stop string may go on from."""
+        """Length of the longest end of the text that may be the beginning of a stop string."""
         longest = 0
         for stop in self._stop:
             for size in range(min(len(stop) - 1, len(self.text)), longest, -1):

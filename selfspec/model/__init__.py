@@ -1,1 +1,1 @@
-"""The target: a frozen Hugging Face model, and what makes it fast to decode with."""
+"""The stages prefill and verify: a frozen Hugging Face model, the target, and what makes it fast to decode with."""

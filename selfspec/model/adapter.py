@@ -1,7 +1,7 @@
-"""A LoRA adapter of the target, merged into its weights at load: what decodes afterwards is an ordinary model.
+"""Merge a LoRA adapter into the target's weights at load. Invariant: what then prefills and verifies is an ordinary model.
 
-The adapter is PEFT's format, and PEFT reads and merges it. A target with an adapter is a target of its own: heads trained
-without it still fit where it leaves embedding and LM head alone, and may have less accepted.
+The adapter has PEFT's format, and PEFT reads and merges it. A target with an adapter is another target. Heads trained
+without the adapter still fit if it does not change embedding and LM head, but fewer of their drafts may be accepted.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def merge_adapter(model: PreTrainedModel, source: str | Path, *, target: str | P
 
     Args:
         source: folder or Hub id of the adapter.
-        target: where the model is from, for messages.
+        target: the model's path or Hub id, for messages.
 
     Raises:
-        ValueError: PEFT is missing, no adapter is there, or it is of another kind or for another model.
+        ValueError: PEFT is missing, or the adapter is missing, of another kind or for another model.
     """
     try:
         from peft import LoraConfig, PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
@@ -42,7 +42,7 @@ def merge_adapter(model: PreTrainedModel, source: str | Path, *, target: str | P
     base = config.base_model_name_or_path or "a model that it does not name"
     try:
         with warnings.catch_warnings():
-            # What PEFT would only warn of is checked below.
+            # PEFT would only warn; the keys are checked below.
             warnings.simplefilter("ignore")
             adapted = PeftModel(model, config)
             loaded: Any = set_peft_model_state_dict(adapted, weights)

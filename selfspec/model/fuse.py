@@ -1,12 +1,15 @@
-"""Swap a loaded model's layers in place for ones that run our kernels, on CUDA (on a CPU: `selfspec.model.packed_linear`).
+"""Swap a loaded model's layers in place for ones that run our kernels, for prefill, draft and verify on CUDA.
 
-A decoding pass multiplies a handful of rows by every weight. The kernels read weights near the memory's speed, and give a
-row the same bits whatever rows stand beside it, which torch's do not promise: its choice of kernel follows the number of
-rows. Every plain linear layer and every RMSNorm is swapped; linear layers that read the same input are computed as one; an
-MLP gated by SiLU has its activation in one kernel. Routers, experts and other norms stay as they are.
+On a CPU `selfspec.model.packed_linear` does this. A decoding pass multiplies a handful of rows by every weight, and the
+kernels read weights near the memory's speed. Every plain linear layer and every RMSNorm is swapped. Linear layers that read
+the same input are computed as one. An MLP gated by SiLU runs its activation in one kernel. Routers, experts and other norms
+stay as they are.
 
-Parameters keep their names, objects and ties; those of merged layers become views of one weight. Inference only, and on the
-device and in the type of the moment: a model that is moved or cast afterwards must not be used.
+Invariant: a row's bits do not depend on the other rows. torch does not promise this, because it chooses a kernel by the
+number of rows.
+
+Parameters keep their names, objects and ties; those of merged layers become views of one weight. For inference only. The
+model must not be moved or cast afterwards.
 """
 
 from __future__ import annotations
@@ -27,17 +30,17 @@ from selfspec.kernels.rms_norm import Norm, rms_norm
 
 logger = logging.getLogger(__name__)
 
-# Siblings that read their parent's input.
+# Sibling layers that read the same input.
 MERGED_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 GATED_MLP_NAMES = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-# Of a layer's output, relative: the rounding of a sum and, in an MLP, of what lies between two.
+# Allowed relative difference of a layer's output: the rounding of a sum, and in an MLP of the values between two sums.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 # How modeling files write RMSNorm; see `rms_norm_reference`.
 RMS_NORM_RULES: tuple[dict[str, Any], ...] = ({"is_rounded_first": True}, {}, {"offset": 1.0})
 
 
 class FusedLinear(nn.Module):
-    """An `nn.Linear`, with its parameters, through `kernels.linear`."""
+    """An `nn.Linear` with the same parameters, run by `kernels.linear`."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -51,10 +54,10 @@ class FusedLinear(nn.Module):
 
 
 class MergedWeight:
-    """The weights of several linear layers in one, of which each layer's own become views.
+    """The weights of several linear layers in one tensor; each layer's own weight becomes a view of it.
 
-    The first layer that is called with an input computes all; the others hand out their slices for that very tensor object.
-    What is left when another input comes is dropped, and so is everything once each slice was taken.
+    The first layer that is called with an input computes the output of all; the others return their slices if they are
+    called with the same tensor object. Slices are dropped when they are taken, or when another input comes.
     """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
@@ -68,7 +71,7 @@ class MergedWeight:
         return linear(x, self.weight, self.bias)
 
     def take(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        """Layer `index`'s output for x, a slice of the whole's last dimension."""
+        """Layer `index`'s output [..., out] for x [..., in], a slice of the merged output's last dimension."""
         if x is not self._input or index not in self._slices:
             self._input, self._slices = x, dict(enumerate(self(x).split(self.sizes, dim=-1)))
         out = self._slices.pop(index)
@@ -78,7 +81,7 @@ class MergedWeight:
 
 
 class MergedLinear(FusedLinear):
-    """One of the layers of a merged weight."""
+    """One layer of a merged weight."""
 
     def __init__(self, linear: nn.Linear, merged: MergedWeight, index: int) -> None:
         super().__init__(linear)
@@ -90,7 +93,7 @@ class MergedLinear(FusedLinear):
 
 
 class FusedRMSNorm(nn.Module):
-    """A modeling file's RMSNorm, with its weight, through `kernels.rms_norm`."""
+    """A modeling file's RMSNorm with the same weight, run by `kernels.rms_norm`."""
 
     def __init__(self, norm: Any, rule: dict[str, Any]) -> None:
         super().__init__()
@@ -103,12 +106,12 @@ class FusedRMSNorm(nn.Module):
 
 
 def norm_of(module: Any) -> Norm:
-    """A fused norm, as other kernels take it along."""
+    """A fused norm in the form that other kernels take."""
     return Norm.of(module.weight, module.eps, **module.rule)
 
 
 class FusedGatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))` of a modeling file's MLP, with its layers."""
+    """A modeling file's MLP, `down(silu(gate(x)) * up(x))`, with the same layers."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
@@ -119,7 +122,7 @@ class FusedGatedMLP(nn.Module):
 
 
 def can_fuse(model: nn.Module) -> bool:
-    """True where the model is on a CUDA device whose matrix instructions the kernels use."""
+    """True where the model is on one CUDA device that has the matrix instructions of the kernels."""
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or not is_compiled_for(next(model.parameters())):
         return False
@@ -131,7 +134,7 @@ def fuse(model: nn.Module) -> None:
     """Swap the layers of `model`, in place.
 
     The first layer of each kind and size is compared with the original on random input. A kind that differs by more than
-    rounding stays as it is, and the log says so. On other devices than CUDA the layers run the kernels' twins.
+    rounding stays as it is, and a warning is logged. Without CUDA the layers run the kernels' twins.
     """
     verdicts: dict[Hashable, bool] = {}
     rules: dict[Hashable, dict[str, Any] | None] = {}
@@ -162,7 +165,7 @@ def _swap(
     build: Callable[[Sequence[Any]], Sequence[nn.Module]],
     verdicts: dict[Hashable, bool],
 ) -> None:
-    """Put what `build` makes of the parent's children in their place, unless the outputs differ for their kind."""
+    """Replace the parent's children by what `build` makes of them, unless the outputs of their kind differ."""
     olds = [parent.get_submodule(name) for name in names]
     kind = tuple(_kind(old) for old in olds)
     if not verdicts.get(kind, True):
@@ -172,7 +175,7 @@ def _swap(
         x = _random(3, next(olds[0].parameters()))
         pairs = [(new(x), old(x)) for new, old in zip(news, olds, strict=True)]
         is_right = all(_is_close(ours, theirs) for ours, theirs in pairs)
-        # Zeros, as in a layer that passes its input on, tell nothing about the next layer.
+        # An output of only zeros, as of a layer that passes its input on, says nothing about the next layer.
         if not is_right or all(theirs.any() for _, theirs in pairs):
             verdicts[kind] = is_right
         if not is_right:
@@ -193,7 +196,7 @@ def _log_refusal(what: str) -> None:
 
 
 def _random(num_rows: int, like: torch.Tensor) -> torch.Tensor:
-    """Rows that a layer with this parameter reads."""
+    """Random input [num_rows, in] for a layer with the parameter `like` [..., in]."""
     generator = torch.Generator(like.device).manual_seed(0)
     return torch.randn(num_rows, like.shape[-1], generator=generator, dtype=like.dtype, device=like.device)
 
@@ -238,16 +241,16 @@ def _eps(norm: Any) -> Any:
 
 
 def _find_rule(norm: nn.Module, dtype: torch.dtype) -> dict[str, Any] | None:
-    """The rule that comes nearest to this norm with random weights; None if none comes near enough."""
+    """The rule that is nearest to this norm with random weights; None if none is near enough."""
     probe = copy.deepcopy(norm)
     assert isinstance(probe.weight, nn.Parameter)
     probe.weight.copy_(_random(1, probe.weight)[0])
     x = _random(4, probe.weight).to(dtype)
-    # So small that eps counts.
+    # One row is so small that eps matters.
     x[0] *= 1e-3
     theirs = probe(x)
     ours = [FusedRMSNorm(probe, rule)(x) for rule in RMS_NORM_RULES]
-    # The order of two roundings shows in how many numbers differ, each by the last place at most.
+    # Rules that differ only in the order of two roundings differ by one last place, so the sum of differences decides.
     best = min(range(len(ours)), key=lambda i: float((ours[i].float() - theirs.float()).abs().sum()))
     if _is_close(ours[best], theirs):
         return RMS_NORM_RULES[best]

@@ -1,12 +1,12 @@
-"""A decoder layer's forward in a tree pass, in as few kernels as there are dependencies.
+"""A decoder layer's forward in a pass of prefill or verify, in as few kernels as its dependencies allow.
 
-Where a fused model's layer is the common one (norm, attention with rotary embedding, norm, gated MLP, each branch added to
-its input), a tree pass runs it in seven launches: queries, keys and values; rotation (and norms of queries and keys, where
-there are any) and storing; attention, in two; the projection with its addition; gate and up with the activation; the
-projection with its addition. The norms are begun by the layer before and finished by the one behind.
+A fused model's layer may be of the common kind: norm, attention with rotary embedding, norm, gated MLP, each branch added to
+its input. A tree pass then runs it in seven launches: queries, keys and values; rotation (and norms of queries and keys,
+where there are any) and storing; attention, in two; the projection with its addition; gate and up with the activation; the
+projection with its addition. A norm begins in the kernel before it and is finished by the kernel after it.
 
-Whether it is that layer shows by its results: they are compared with the modeling file's own. Outside tree passes that runs
-as it is.
+Invariant: the results are those of the modeling file's own forward up to rounding, which `selfspec.model.checks` compares.
+Outside tree passes that forward runs as it is.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ HEAD_NORM_NAMES = {"q_norm", "k_norm"}
 
 
 def fuse_layers(layers: list[nn.Module], options: dict[int, AttentionOptions]) -> Callable[[], None] | None:
-    """Give the layers a tree pass of their own, in place; None where they are not of the common kind.
+    """Give the layers the fused forward, in place.
 
     Args:
-        options: what each layer hands to the attention function.
+        options: what each layer passes to the attention function.
 
     Returns:
-        What takes it back.
+        A function that undoes it; None where a layer is not of the common kind, and nothing has changed.
     """
     if not all(_is_common(layer) for layer in layers):
         return None
@@ -57,7 +57,7 @@ def fuse_layers(layers: list[nn.Module], options: dict[int, AttentionOptions]) -
 
 def _is_common(layer: nn.Module) -> bool:
     if "forward" in layer.__dict__:
-        # It has one already: a target that shares its layers was first.
+        # It has a fused forward already, from another target that shares the layer.
         return False
     parts = layer._modules
     if set(parts) != LAYER_NAMES:
@@ -80,10 +80,10 @@ def _is_common(layer: nn.Module) -> bool:
 
 
 def _forward_of(layer: Any, options: AttentionOptions, norm: Norm, next_norm: Norm | None) -> Callable[..., Any]:
-    """A layer's forward that knows tree passes. What it does not know goes to its own.
+    """A forward from [B, N, E] to [B, N, E] for tree passes; other calls go to the layer's own forward.
 
     Args:
-        norm, next_norm: the layer's first norm, and that of the layer behind.
+        norm, next_norm: the first norm of this layer and of the next one.
     """
     original = layer.forward
     attention, mlp = layer.self_attn, layer.mlp

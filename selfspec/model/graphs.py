@@ -1,11 +1,11 @@
-"""CUDA graphs: device work that is launched as a whole, without the host's time for each kernel.
+"""CUDA graphs: the device work of a draft or verify pass, launched as a whole without host time for each kernel.
 
-A function of tensors is captured once for each key and shape of its arguments, the second time that it comes. Later calls
-copy the arguments to where the graph reads them and replay it. What cannot be captured (a modeling file that asks the
-device, memory that has run out) runs as it is, and that is said once.
+A function of tensors is captured once for each key and shape of its arguments, the second time that they come. Later calls
+copy the arguments to where the graph reads them, and replay it. What cannot be captured (a modeling file that reads from the
+device, memory that has run out) runs as it is, after one warning.
 
-Graphs share one pool of memory, since they never run at the same time. So a result that is not copied out stays only until
-another graph runs.
+Invariant: a result that is not copied is valid only until another graph runs, because graphs share one pool of memory. They
+never run at the same time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
-# Keys whose history is remembered. One that is forgotten costs a run as it is, or one more try at capturing it.
+# The most keys that are remembered. A forgotten one costs a run without a graph, or one more attempt to capture it.
 MAX_KEYS = 4096
 
 
@@ -41,9 +41,9 @@ class Graphs:
     """The graphs of one device.
 
     Args:
-        max_bytes: what graphs may hold in memory together; beyond it the one unused for longest goes.
-        is_rehearsal: for tests, on any device: capture nothing, but call the function that would have been captured, on
-            copied arguments. A value that a graph would have frozen is frozen here, too.
+        max_bytes: the most memory that all graphs may hold; beyond it the graph unused for longest is dropped.
+        is_rehearsal: for tests, on any device: capture nothing, but call the function that would have been captured, with
+            copied arguments. A value that a graph would freeze is frozen here too.
     """
 
     def __init__(self, device: torch.device, *, max_bytes: int | None = None, is_rehearsal: bool = False) -> None:
@@ -52,17 +52,17 @@ class Graphs:
         if max_bytes is None:
             max_bytes = 0 if is_rehearsal else torch.cuda.get_device_properties(device).total_memory // 10
         self.max_bytes = max_bytes
-        # Calls that compiled kernels or captured a graph, and took long for it.
+        # Calls that took long because they compiled kernels or captured a graph.
         self.num_set_up = 0
         self._pool: Any = None if is_rehearsal else torch.cuda.graph_pool_handle()
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
-        # Keys that came once, and those whose function could not be captured.
+        # Keys that have come, and those whose function could not be captured.
         self._seen: dict[Hashable, None] = {}
         self.refused: dict[Hashable, None] = {}
 
     @property
     def num_bytes(self) -> int:
-        """What captured graphs hold in memory."""
+        """The memory that captured graphs hold."""
         return sum(entry.num_bytes for entry in self._entries.values())
 
     def __len__(self) -> int:
@@ -71,21 +71,21 @@ class Graphs:
     def __call__(
         self, key: Hashable, function: Function, inputs: Sequence[torch.Tensor], *, num_kept: int | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """`function(*inputs)`, by a graph where there is one.
+        """Run `function(*inputs)`, by a graph where there is one.
 
         Args:
-            key: names the function and everything that it depends on besides `inputs`: numbers, addresses.
-            function: work on the device alone, which may be repeated; its results are tensors. The one that was captured is
-                the one that is replayed.
-            inputs: on the device, or small ones on the host.
-            num_kept: that many results, the first ones, are the caller's; the others stay until another graph runs. All by
-                default.
+            key: names the function and everything that it depends on besides `inputs`, such as numbers and addresses.
+            function: only device work, which may be repeated; its results are tensors. Later calls with the same key and
+                shapes replay the function that was captured, not this one.
+            inputs: tensors of any shape on the device; small ones may be on the host.
+            num_kept: the first `num_kept` results are copies for the caller, all by default. The others are valid only until
+                another graph runs.
         """
         full_key = (key, *((tuple(each.shape), each.dtype) for each in inputs))
         entry = self._entries.get(full_key)
         if entry is None:
             if full_key not in self._seen or full_key in self.refused:
-                # Once as it is: kernels are compiled and libraries set up. A shape that never returns costs no graph.
+                # The first time without a graph, because kernels are compiled and a shape may never return.
                 self.num_set_up += full_key not in self._seen
                 _remember(self._seen, full_key)
                 return function(*(each.to(self.device) for each in inputs))
@@ -97,7 +97,7 @@ class Graphs:
         for static, given in zip(entry.inputs, inputs, strict=True):
             static.copy_(given, non_blocking=True)
         if self.is_rehearsal:
-            # What another graph left may be overwritten by now.
+            # Overwrite what other graphs left, as a real graph may.
             for other in self._entries.values():
                 for result in other.outputs:
                     result.fill_(torch.nan if result.is_floating_point() else -7)
@@ -118,13 +118,13 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         try:
             torch.cuda.synchronize(self.device)
-            # Other threads may use the device meanwhile.
+            # Thread-local, because other threads may use the device meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 outputs = function(*static)
         except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
             _remember(self.refused, key)
             reason = str(error).strip().partition("\n")[0]
-            logger.warning("a pass is launched kernel by kernel, which is slower: no CUDA graph of it (%s)", reason)
+            logger.warning("a pass cannot be a CUDA graph, so it runs kernel by kernel, which is slower (%s)", reason)
             torch.cuda.synchronize(self.device)
             return None
         entry = _Entry(function, graph, static, outputs, max(torch.cuda.memory_reserved(self.device) - before, 0))
@@ -135,7 +135,7 @@ class Graphs:
 
 
 def _remember(keys: dict[Hashable, None], key: Hashable) -> None:
-    """Add a key; the oldest is forgotten where there are too many."""
+    """Add a key, and forget the oldest where there are too many."""
     keys[key] = None
     if len(keys) > MAX_KEYS:
         del keys[next(iter(keys))]

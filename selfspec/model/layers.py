@@ -1,6 +1,7 @@
-"""Stacks of decoder layers cut from, and put together like, a transformers model, without a change to that model.
+"""Cut a transformers model's stack of decoder layers, for draft models and early exit, or build new layers like its own.
 
-Copies are shallow: along the path from the model to its stack of layers everything is cloned, and shared elsewhere.
+Invariant: the given model does not change. Copies are shallow: modules on the path from the model to its stack are cloned,
+and everything else is shared.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ HOOK_DICTS = tuple(name for name, value in vars(nn.Module()).items() if "hooks" 
 
 
 class Resume(nn.Module):
-    """Stands in for a model's first layers: gives back the hidden states they had computed, whatever comes in.
+    """Replaces a model's first layers: returns the hidden states that they had computed, and ignores its input.
 
-    The states come as the keyword argument `resume_from` of the model's forward, which modeling files pass down.
+    The states [B, N, E] are the keyword argument `resume_from` of the model's forward, which modeling files pass down.
 
     Args:
-        layer: one of those it stands for; the model's forward may ask for its type.
+        layer: one of the replaced layers, because the model's forward may ask for its type.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -38,7 +39,10 @@ class Resume(nn.Module):
 def decoder_layers(model: PreTrainedModel) -> tuple[list[str], nn.ModuleList]:
     """The attribute path to the stack of decoder layers, and the stack.
 
-    A model of several towers has its text in the one that transformers calls its decoder.
+    In a model of several towers it is the stack in transformers' `get_decoder()`, the text's.
+
+    Raises:
+        ValueError: no stack was found.
     """
     num_layers = model.config.get_text_config().num_hidden_layers
     decoder = model.get_decoder()
@@ -57,12 +61,16 @@ def decoder_layers(model: PreTrainedModel) -> tuple[list[str], nn.ModuleList]:
 
 
 def final_norm(model: PreTrainedModel) -> tuple[str, nn.Module]:
-    """The norm behind the last layer and its name: the stack's last sibling that has a vector for weight."""
+    """The name of the norm after the last layer, and the norm: the stack's last sibling whose weight is a vector.
+
+    Raises:
+        ValueError: no norm was found.
+    """
     path, _ = decoder_layers(model)
     parent = model.get_submodule(".".join(path[:-1]))
     norms = [(name, child) for name, child in parent.named_children() if _is_norm(child)]
     if not norms:
-        raise ValueError(f"{model.config.model_type}: no norm was found behind the decoder layers")
+        raise ValueError(f"{model.config.model_type}: no norm was found after the decoder layers")
     return norms[-1]
 
 
@@ -72,10 +80,9 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def private_copy(module: Module) -> Module:
-    """A module of its own whose parameters and buffers share the given one's memory.
+    """A copy of a module whose parameters and buffers share the given one's memory.
 
-    What is done to the copy (moving it, replacing its layers) leaves the given module as it is; writing into its tensors
-    would not.
+    Moving the copy or replacing its layers does not change the given module; writing into its tensors does.
     """
     shared: dict[int, Any] = {id(each): nn.Parameter(each.detach(), requires_grad=False) for each in module.parameters()}
     shared |= {id(each): each.detach() for each in module.buffers()}
@@ -85,10 +92,10 @@ def private_copy(module: Module) -> Module:
 def with_layers(
     model: PreTrainedModel, layers: Sequence[nn.Module], like: Sequence[int], norm: nn.Module | None = None
 ) -> PreTrainedModel:
-    """The model with another stack, and perhaps another final norm; embedding, LM head and the rest are shared.
+    """The model with another stack, and another final norm if one is given; embedding, LM head and the rest are shared.
 
     Args:
-        like: for each of `layers`, the layer of `model` whose type (full or sliding attention) it has.
+        like: for each of `layers`, the index of the model's layer with the same type (full or sliding attention).
     """
     path, _ = decoder_layers(model)
     config = copy.deepcopy(model.config)
@@ -100,7 +107,7 @@ def with_layers(
 
     def clone(module: Any) -> Any:
         twin = copy.copy(module)
-        # Dicts of its own: a hook on a twin is no hook on the model.
+        # Copy the dicts, because a hook on the twin must not be a hook on the model.
         for name in ("_modules", "_parameters", "_buffers", *HOOK_DICTS):
             twin.__dict__[name] = copy.copy(module.__dict__[name])
         if hasattr(twin, "config"):
@@ -120,24 +127,25 @@ def with_layers(
 
 
 def new_layers(record: dict[str, Any], like: Sequence[int]) -> tuple[nn.ModuleList, nn.Module]:
-    """Decoder layers, and a final norm, with the shapes of a model's; their weights are yet to be filled in.
+    """New decoder layers and a final norm with the shapes of a model's, but without its weights.
 
     Args:
         record: `config.to_dict()` of the model's text config.
-        like: for each new layer, the model's layer that it has the kind of (dense or experts, full or sliding attention).
+        like: for each new layer, the index of the model's layer of the same kind (dense or experts, full or sliding
+            attention).
     """
     config = AutoConfig.for_model(**record)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
     kinds = decoder_layers(skeleton)[1]
     layers = nn.ModuleList(type(kinds[index])(config, layer_idx=index) for index in like)
-    # On the meta device only if the caller is there, too.
+    # The caller's default device, which may be meta.
     device = torch.empty(0).device
     return layers, copy.deepcopy(final_norm(skeleton)[1]).to_empty(device=device)
 
 
 def number_layers(layers: Sequence[nn.Module]) -> None:
-    """Tell every layer its place, which is where it keeps its keys and values in the cache."""
+    """Give every layer its index, by which it stores its keys and values in the cache."""
     for index, layer in enumerate(layers):
         for module in layer.modules():
             if getattr(module, "layer_idx", None) is not None:

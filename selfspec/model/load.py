@@ -1,4 +1,7 @@
-"""From a path or Hub id to a frozen model and its tokenizer, or to one sentence that says why not."""
+"""From a path or Hub id to a frozen model and its tokenizer, ready to prefill and verify.
+
+Invariant: what cannot be loaded or served is refused with one sentence that says why.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from selfspec.model.packed_linear import can_pack, pack_linear_layers
 
 logger = logging.getLogger(__name__)
 
-# Weights alone in lower precision, through torchao: its configuration's name and arguments.
+# Weight-only quantisation by torchao: the name and arguments of its configuration.
 QUANTIZED: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("Int8WeightOnlyConfig", {}),
     "fp8": ("Float8WeightOnlyConfig", {}),
@@ -29,7 +32,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """`auto` is the first CUDA device, or else the CPU."""
+    """The device that a name means; `auto` is the first CUDA device, or else the CPU.
+
+    Raises:
+        ValueError: there is no such device.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -43,7 +50,11 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig, device: torch.device) -> torch.dtype:
-    """`auto` is float32 on CPU and the checkpoint's own type elsewhere."""
+    """The dtype that a name means; `auto` is float32 on a CPU and the checkpoint's own elsewhere.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
@@ -65,17 +76,16 @@ def load_model(
     """Load, check, freeze and place a causal language model.
 
     Args:
-        dtype: a torch dtype or its name, `auto`, or `int8`, `fp8`, `int4` for the weights of linear layers alone (through
-            torchao; the LM head, which heads share, stays as it is).
+        dtype: a torch dtype or its name, `auto`, or `int8`, `fp8`, `int4`: torchao then quantises the weights of linear
+            layers, except the LM head, because heads share it.
         adapter: folder or Hub id of a LoRA adapter to merge into the weights.
-        use_packing: store the model's layers for decoding (on a CPU `selfspec.model.packed_linear`, on CUDA
-            `selfspec.model.fuse`); they then have no gradients.
+        use_packing: lay the model's layers out for decoding (see `lay_out`).
 
     Returns:
         The model in evaluation mode, without gradients, and its tokenizer.
 
     Raises:
-        ValueError: unknown or damaged source, or a family that cannot be served; the sentence says which.
+        ValueError: the source is unknown or damaged, or its family cannot be served; the sentence says which.
     """
     resolved_device = resolve_device(device)
     config = load_config(source, revision)
@@ -85,7 +95,7 @@ def load_model(
     if quantized == "int4":
         if resolved_device.type != "cuda":
             raise ValueError("dtype='int4' needs a CUDA device: use int8 here")
-        # The kernels multiply bfloat16 alone.
+        # The int4 kernels multiply only bfloat16.
         resolved_dtype = torch.bfloat16
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
@@ -112,18 +122,24 @@ def load_model(
 
 
 def lay_out(model: nn.Module) -> None:
-    """Store layers for decoding, in place: packed on a CPU, fused on CUDA; they then have no gradients."""
+    """Lay a module's layers out for decoding, in place, after which they have no gradients.
+
+    On a CPU this is `selfspec.model.packed_linear`, on CUDA `selfspec.model.fuse`.
+    """
     if can_fuse(model):
         fuse(model)
     elif can_pack():
-        # Of those on a CPU, in float32.
+        # Only those on a CPU, in float32, are packed.
         logger.debug("packed %d linear layers for CPU decoding", pack_linear_layers(model))
 
 
 def check_family(config: PretrainedConfig) -> None:
-    """Refuse, by name, what a paged KV cache and tree attention cannot serve.
+    """Refuse a model family that the paged KV cache and tree attention cannot serve.
 
-    Only what the configuration shows is refused here; `Target` then checks the model's own behaviour.
+    This reads only the configuration; `selfspec.model.checks` then tries the model itself.
+
+    Raises:
+        ValueError: the sentence names the family.
     """
     name = config.model_type
     if config.is_encoder_decoder:
@@ -140,7 +156,11 @@ def check_family(config: PretrainedConfig) -> None:
 
 
 def load_config(source: str | Path, revision: str | None) -> PretrainedConfig:
-    """A model's configuration, of a folder or from the Hub; a ValueError in one sentence where there is none."""
+    """A model's configuration from a folder or the Hub.
+
+    Raises:
+        ValueError: there is none.
+    """
     is_local = Path(source).exists()
     try:
         return AutoConfig.from_pretrained(source, revision=revision)
@@ -148,7 +168,7 @@ def load_config(source: str | Path, revision: str | None) -> PretrainedConfig:
         if is_local:
             raise ValueError(f"{source}: not a Hugging Face model folder: {first_line(error)}") from error
         raise ValueError(
-            f"{source}: no such folder, and not to be had from the Hugging Face Hub ({first_line(error)}): "
+            f"{source}: there is no such folder, and the Hugging Face Hub does not give it ({first_line(error)}): "
             "check the spelling, your network and your access token"
         ) from error
 

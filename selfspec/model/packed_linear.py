@@ -1,8 +1,10 @@
-"""Linear layers for CPU decoding: the same weights, laid out for oneDNN once at load.
+"""Linear layers for prefill, draft and verify on a CPU: the same weights, laid out for oneDNN once at load.
 
-A decoding pass multiplies a handful of rows by every weight. torch's default for that is a gemv for one row and a general
-gemm for two to sixteen, which at these sizes reads memory at a fraction of its speed, so that a pass over four nodes costs
-up to twice a pass over one. oneDNN's packed layout (what torch.compile's freezing uses) keeps both near the memory's speed.
+A decoding pass multiplies a handful of rows by every weight. By default torch runs a gemv for one row and a general gemm for
+two to sixteen. At these sizes the gemm reads memory at a fraction of its speed, so a pass over four nodes costs up to twice
+a pass over one. oneDNN's packed layout, which torch.compile's freezing uses too, keeps both near the memory's speed.
+
+Invariant: a packed layer gives its plain weight back bit for bit.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ from torch import nn
 
 
 class PackedLinear(nn.Module):
-    """An `nn.Linear` whose weight is stored in oneDNN's blocked layout. Inference only.
+    """An `nn.Linear` whose weight is stored in oneDNN's blocked layout. For inference only.
 
     `weight` gives the plain [out, in] tensor back, bit for bit.
     """
 
     # The number of rows the layout is tuned for: a typical candidate tree.
     ROWS_HINT = 16
-    # oneDNN multiplies four rows faster than one, two or three: fewer are filled up.
+    # Fewer rows are filled up to four, because oneDNN multiplies four faster than one, two or three.
     MIN_ROWS = 4
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -49,11 +51,11 @@ def can_pack() -> bool:
 
 
 def pack_linear_layers(model: nn.Module) -> int:
-    """Replace every plain float32 `nn.Linear` of `model` by a packed one, in place; returns how many were replaced."""
+    """Replace every plain float32 `nn.Linear` on the CPU by a packed one, in place; returns how many were replaced."""
     num_packed = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            # oneDNN packs low precision on some processors only; float32 on all.
+            # Only float32, because oneDNN packs lower precision only on some processors.
             if type(child) is nn.Linear and child.weight.device.type == "cpu" and child.weight.dtype == torch.float32:
                 setattr(module, name, PackedLinear(child))
                 num_packed += 1

@@ -1,9 +1,11 @@
-"""How a pass runs: as it is, or padded to one of a few shapes and replayed as a CUDA graph.
+"""How a pass of prefill, draft or verify runs: as it is, or padded to one of a few shapes and replayed as a CUDA graph.
 
-A pass is one function of tensors: where rows lie in a cache, a tree, and whatever else it needs. It does not know how it
-runs, and nobody but this file asks whether there are graphs. Without them the function is called with the batch as it is.
-With them the batch is filled up to a bucket of rows and nodes: rows that repeat the last one do what it does, and padding
-nodes can never be accepted, so results do not change.
+A pass is one function of tensors: where rows lie in a cache, a tree, and whatever else it needs. The function does not know
+how it runs, and only this file decides whether a graph runs it. With a graph, the batch is filled up to a bucket of rows and
+nodes.
+
+Invariant: results do not depend on how a pass runs, because added rows repeat the last row and padding nodes can never be
+accepted.
 """
 
 from __future__ import annotations
@@ -24,21 +26,21 @@ from selfspec.tree import CandidateTree
 # (where rows lie, the tree, ...) -> tensors whose first dimension counts rows.
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
-# Sizes that a number of rows or nodes is rounded up to, so that few graphs serve all.
+# Numbers of rows, nodes and depths are rounded up to these sizes, because few graphs should serve all.
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 NODE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 DEPTH_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 127)
-# Of a prompt's chunks, whose shapes seldom return: few sizes.
+# Few sizes for a prompt's chunks, because their shapes seldom return.
 CHUNK_BUCKETS = (32, 64, 128, 192, 256)
 # The fewest columns of a block table in a graph.
 MIN_COLUMNS = 64
-# So many nodes of a batch cost a captured pass hardly more than one, and less than reading their scores back.
+# A captured pass over this many nodes costs hardly more than over one, and less than reading their scores back.
 FREE_NODES = 64
 
 
 @dataclass(frozen=True)
 class GraphShape:
-    """What a batch of trees is padded to, so that one CUDA graph serves many of them."""
+    """What a batch of trees is padded to, because one CUDA graph should serve many batches."""
 
     num_rows: int
     num_nodes: int
@@ -46,7 +48,7 @@ class GraphShape:
     is_chain: bool
 
     def pad(self, tree: CandidateTree) -> torch.Tensor:
-        """The tree's tokens, parents and depths [B, 3, N'], with padding nodes."""
+        """The tree's tokens, parents and depths as [B, 3, N'], padding nodes included."""
         N = tree.num_nodes
         nodes = torch.stack([tree.tokens, tree.parents, tree.depths], dim=1)
         if N < self.num_nodes:
@@ -55,7 +57,7 @@ class GraphShape:
         return nodes
 
     def pad_along(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of nodes [B, N, ...] as [B, N', ...]: zeros for padding nodes."""
+        """From values of nodes [B, N, ...] to [B, N', ...], with zeros for padding nodes."""
         missing = self.num_nodes - values.shape[1]
         return F.pad(values, (0, 0) * (values.ndim - 2) + (0, missing)) if missing else values
 
@@ -64,8 +66,8 @@ class Passes:
     """Runs the passes of one target and of the drafters that serve it.
 
     Args:
-        graphs: where captured passes are kept; None where every pass is launched kernel by kernel.
-        max_rows: nodes of all rows in one pass, up to which a row's bits do not depend on their number.
+        graphs: the captured passes; None where every pass is launched kernel by kernel.
+        max_rows: most nodes of all rows in one pass for which a row's bits do not depend on their number.
 
     Attributes:
         free_nodes: see `FREE_NODES`; 1 where nothing is captured.
@@ -77,12 +79,12 @@ class Passes:
 
     @classmethod
     def on(cls, device: torch.device) -> Passes:
-        """Captured on a GPU, and within the rows whose bits do not depend on their number."""
+        """The passes for a device: on a GPU, captured and limited to the kernels' `MAX_ROWS`."""
         return cls(Graphs(device), max_rows=MAX_ROWS) if device.type == "cuda" else cls()
 
     @property
     def is_captured(self) -> bool:
-        """Whether CUDA graphs hold addresses, so that a cache had better not move."""
+        """Whether there are CUDA graphs. They hold addresses, so a cache should not move."""
         return self.graphs is not None
 
     @property
@@ -95,19 +97,19 @@ class Passes:
         return 0 if self.graphs is None else self.graphs.num_set_up
 
     def most_nodes(self, num_rows: int) -> int:
-        """Largest tree per row for which a pass of `num_rows` rows keeps a row's bits. At least 1."""
+        """Largest tree per row for which a row's bits do not depend on the other rows, `num_rows` in all. At least 1."""
         padded = None if self.graphs is None else bucket(num_rows, ROW_BUCKETS)
         if padded is None:
             return max(self.max_rows // num_rows, 1)
-        # A graph's rows and nodes are filled up.
+        # The nodes of a graph are filled up too.
         return max(size for size in NODE_BUCKETS if size == 1 or size * padded <= self.max_rows)
 
     def num_slots(self, num_nodes: int) -> int:
-        """How many scratch slots a pass over `num_nodes` nodes writes: padding nodes are written, too."""
+        """How many scratch slots a pass over `num_nodes` nodes writes, padding nodes included."""
         return num_nodes if self.graphs is None else bucket(num_nodes, NODE_BUCKETS) or num_nodes
 
     def shape_of(self, tree: CandidateTree, num_rows: int, *, has_exact_nodes: bool = False) -> GraphShape | None:
-        """The shape that a pass over `tree` is padded to; None where the batch or the tree is too large, or no graph is.
+        """The shape that a pass over `tree` is padded to; None without graphs or for too large a batch or tree.
 
         Args:
             has_exact_nodes: no node may be added.
@@ -121,12 +123,12 @@ class Passes:
         return GraphShape(rows, nodes, min(depth, nodes - 1), tree.is_chain)
 
     def chunk_shape(self, num_tokens: int, row: CacheRow, cache: KVCache) -> GraphShape | None:
-        """The shape of a pass over a prompt's chunk; None where no graph is, or the row has no room for padding."""
+        """The shape of a pass over a prompt's chunk; None without graphs, or where the row has no room for padding."""
         size = None if self.graphs is None else bucket(num_tokens, CHUNK_BUCKETS)
         return None if size is None or not cache.can_reserve([row], size) else GraphShape(1, size, size - 1, is_chain=True)
 
     def entries_shape(self, num_rows: int, most: int) -> GraphShape | None:
-        """The shape of a pass over up to `most` new entries a row, whatever their number; None where no graph is."""
+        """The shape of a pass over up to `most` new entries per row, whatever their number; None without graphs."""
         rows, entries = bucket(num_rows, ROW_BUCKETS), bucket(most, NODE_BUCKETS)
         if self.graphs is None or rows is None or entries is None:
             return None
@@ -145,26 +147,27 @@ class Passes:
         along: Sequence[torch.Tensor] = (),
         num_kept: int | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """`function(places, tree, *extra, *along)`: the pass over one tree a row.
+        """Run `function(places, tree, *extra, *along)`, the pass over one tree per row.
 
         Args:
-            key: with the shapes and the cache, everything that the function depends on besides its arguments.
-            function: device work alone. In a graph its tree has tokens, parents and depths, and `places` has no host rows.
-            rows: B cache rows; they get the room that the pass needs.
+            key: everything that the function depends on besides its arguments, the shape and the cache.
+            function: only device work. In a graph its tree has only tokens, parents and depths, and `places` has no rows.
+            rows: B cache rows; the pass reserves the room it needs.
             shape: what the pass is padded to; None runs it as it is.
-            extra, along: tensors [B, ...] and [B, N, ...], small ones on the host where that is easier.
-            num_kept: so many results, the first ones, are the caller's; the others stay until another graph runs. All by
-                default.
+            extra: tensors [B, ...]; small ones may be on the host.
+            along: tensors [B, N, ...]; small ones may be on the host.
+            num_kept: the first `num_kept` results are copies for the caller, all by default. The others are valid only until
+                another graph runs.
 
         Returns:
-            The function's results, each cut to B rows; padding nodes are still there.
+            The function's results [B, ...], with padding nodes where a shape was given.
         """
         if shape is None or self.graphs is None:
             places = cache.place(rows, tree.num_nodes)
             return function(places, tree, *(each.to(cache.device, non_blocking=True) for each in (*extra, *along)))
 
         def body(places: Places, nodes: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            # Kernels read each of them row by row.
+            # Contiguous, because kernels read each of them row by row.
             tokens, parents, depths = nodes.transpose(0, 1).contiguous()
             padded = CandidateTree(tokens, parents, depths, max_depth=shape.max_depth, is_chain=shape.is_chain)
             return function(places, padded, *given)
@@ -184,17 +187,17 @@ class Passes:
         num_slots: int,
         num_kept: int | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """`function(places, *given)`, with `num_slots` slots a row to fill; arguments and results as in `run`.
+        """Run `function(places, *given)` with room for `num_slots` slots per row. Arguments and results are as in `run`.
 
         Args:
-            given: tensors [B, ...]; what counts nodes among them has the shape's number already.
+            given: tensors [B, ...]; those with a dimension of nodes are padded to the shape already.
         """
         if shape is None or self.graphs is None:
             places = cache.place(rows, num_slots)
             return function(places, *(each.to(cache.device, non_blocking=True) for each in given))
         B = len(rows)
         filled = [*rows, *[rows[-1]] * (shape.num_rows - B)]
-        # Reserving comes first: it may move the cache to other addresses.
+        # Reserve first, because the cache may move to other addresses.
         cache.reserve(rows, num_slots)
         numbers = cache.pack(filled, column_bucket(max(len(row.blocks) for row in rows)))
 
@@ -206,7 +209,7 @@ class Passes:
         return tuple(each[:B] for each in results)
 
     def run_rows(self, key: Hashable, function: Function, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """`function(*inputs)` of tensors [B, ...] that touches no cache; results are cut to B rows."""
+        """Run `function(*inputs)`, which touches no cache, from tensors [B, ...] to tensors [B, ...]."""
         B = len(inputs[0])
         num_rows = bucket(B, ROW_BUCKETS)
         if self.graphs is None or num_rows is None:
@@ -216,15 +219,15 @@ class Passes:
 
 
 def bucket(size: int, buckets: Sequence[int]) -> int | None:
-    """The least bucket that holds `size`, None where none does."""
+    """The smallest bucket of at least `size`; None where all are smaller."""
     return next((each for each in buckets if each >= size), None)
 
 
 def column_bucket(num_columns: int) -> int:
-    """The columns of a block table in a graph: a power of two."""
+    """The number of columns of a block table in a graph, a power of two."""
     return max(MIN_COLUMNS, 1 << (num_columns - 1).bit_length())
 
 
 def fill_rows(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[num_rows, ...] from fewer rows: the last one is repeated."""
+    """From at most `num_rows` rows [B, ...] to [num_rows, ...], by repeating the last one."""
     return torch.cat([rows, rows[-1:].expand(num_rows - len(rows), *rows.shape[1:])]) if num_rows > len(rows) else rows

@@ -1,7 +1,8 @@
-"""SmolLM2-135M-Instruct: from one quantised GGUF file to an ordinary Hugging Face directory.
+"""Make the default target, SmolLM2-135M-Instruct: from one quantised GGUF file to an ordinary Hugging Face directory.
 
-Everything is read from the GGUF itself: shapes, weights, vocabulary, merges, chat template. The weights are the same,
-bit for bit, wherever they are made.
+Shapes, weights, vocabulary, merges and chat template are all read from the GGUF file.
+
+Invariant: the weights are the same on every machine, bit for bit.
 """
 
 import json
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 CONTROL_TOKEN = 3  # gguf.TokenType.CONTROL
 
-# Tensors outside the layers, then those of layer N under "blk.N." and "model.layers.N.".
+# Names of tensors outside the layers, and of those of layer N after "blk.N." and "model.layers.N.".
 MODEL_WEIGHTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 LAYER_WEIGHTS = {
     "attn_norm": "input_layernorm",
@@ -33,7 +34,7 @@ LAYER_WEIGHTS = {
 
 
 def convert(gguf_file: Path, directory: Path) -> None:
-    """Writes config, bf16 weights and tokenizer of the model in `gguf_file` to `directory`, which must exist."""
+    """Write config, bf16 weights and tokenizer of the model in `gguf_file` to `directory`, which must exist."""
     reader = gguf.GGUFReader(gguf_file)
     config = build_config(reader)
     config.save_pretrained(directory)
@@ -49,12 +50,16 @@ def convert(gguf_file: Path, directory: Path) -> None:
 
 
 def check(directory: Path) -> None:
-    """Loads what `convert` wrote, and raises ValueError if the tokenizer or the model does not work as it should."""
+    """Load and try what `convert` wrote.
+
+    Raises:
+        ValueError: the tokenizer or the model does not work as it should.
+    """
     tokenizer = AutoTokenizer.from_pretrained(directory)
     text = "Total:   12.50 for 3 items\n\tx = 1234  # café 日本\n"
     token_ids = tokenizer(text).input_ids
     if tokenizer.decode(token_ids) != text or "12" in tokenizer.convert_ids_to_tokens(token_ids):
-        raise ValueError("the converted tokenizer does not give a text back unchanged, with its digits split")
+        raise ValueError("the converted tokenizer changes a text, or does not split its digits")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
     question = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -65,7 +70,7 @@ def check(directory: Path) -> None:
 
 
 def build_config(reader: gguf.GGUFReader) -> LlamaConfig:
-    """The model's shape, as transformers names it."""
+    """The model's configuration in transformers' names."""
     return LlamaConfig(
         architectures=["LlamaForCausalLM"],
         dtype="bfloat16",
@@ -87,7 +92,7 @@ def build_config(reader: gguf.GGUFReader) -> LlamaConfig:
 
 
 def build_weights(reader: gguf.GGUFReader, config: LlamaConfig) -> dict[str, torch.Tensor]:
-    """Every weight, dequantised and rounded once to bf16. The output layer is tied, so it has no entry."""
+    """Every weight by its name, dequantised and rounded once to bf16. The output layer is tied, so it has no entry."""
     num_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     weights = {}
     for tensor in reader.tensors:
@@ -104,7 +109,7 @@ def build_weights(reader: gguf.GGUFReader, config: LlamaConfig) -> dict[str, tor
 
 
 def build_tokenizer(reader: gguf.GGUFReader) -> PreTrainedTokenizerFast:
-    """The byte-level BPE tokenizer. Digits are split, as the GGUF's pre-tokenizer "smollm" asks; no BOS is added."""
+    """The byte-level BPE tokenizer. It splits digits, as the GGUF's pre-tokenizer "smollm" does, and adds no BOS."""
     tokens = _field(reader, "tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ", 1)) for merge in _field(reader, "tokenizer.ggml.merges")]
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
@@ -141,6 +146,6 @@ def _field(reader: gguf.GGUFReader, key: str) -> Any:
 
 
 def _split_rotary_halves(values: np.ndarray, num_heads: int) -> np.ndarray:
-    """GGUF stores the two halves of each head's rotary pairs interleaved; transformers keeps one after the other."""
+    """Undo GGUF's order of rows [out, in], which interleaves the two halves of each head's rotary pairs."""
     rows, columns = values.shape
     return values.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)

@@ -1,4 +1,7 @@
-"""A target cut at a layer: the layers before it run alone, and the rest goes on from what they gave."""
+"""A target cut at a layer: draft runs the layers before it, and verify runs the rest from their hidden states.
+
+Invariant, checked when it is made: the two parts give the whole target's logits.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ class SplitTarget:
     """The two parts of a target.
 
     Args:
-        exit_layer: E, the first layer of the rest.
+        exit_layer: the first layer of the second part, called layer E below.
 
     Raises:
-        ValueError: this family's two parts do not give what the whole gives.
+        ValueError: the two parts do not give the whole target's logits.
     """
 
     def __init__(self, target: Target, exit_layer: int) -> None:
@@ -33,16 +36,16 @@ class SplitTarget:
 
     @torch.inference_mode()
     def enter(self, nodes: CandidateTree, rows: list[CacheRow], cache: KVCache, num_new: int) -> torch.Tensor:
-        """Hidden states [B, num_new, E] that enter layer E at the last nodes; the layers before it store their KV."""
+        """The hidden states [B, num_new, E] that enter layer E at the last nodes; the layers before E store their KV."""
         places = cache.place(rows, nodes.num_nodes)
         return self.target.run(self._first, nodes, places, cache, num_new=num_new).last_hidden_state
 
     @torch.inference_mode()
     def resume(self, tree: CandidateTree, places: Places, cache: KVCache, hidden: torch.Tensor) -> Verification:
-        """`Target.verify_at` for a tree whose nodes went through `enter` and lie in their slots.
+        """`Target.verify_at` for a tree whose N nodes went through `enter` and lie in their slots.
 
         Args:
-            hidden: [B, N, E] what `enter` gave for them.
+            hidden: [B, N, E], the nodes' states from `enter`.
         """
         output = self.target.run(self._rest, tree, places, cache, resume_from=hidden)
         return Verification(output.logits, {self.exit_layer: hidden})
@@ -58,6 +61,6 @@ class SplitTarget:
         gap = (cut - whole).norm() / whole.norm()
         if not gap < 1e-3:
             raise ValueError(
-                f"{target.name} gives other logits when layer {self.exit_layer} resumes from stored states (relative gap "
-                f"{gap:.2g}): its early-exit heads cannot be served"
+                f"{target.name} gives different logits when layer {self.exit_layer} resumes from stored states "
+                f"(relative gap {gap:.2g}): its early-exit heads cannot be served"
             )

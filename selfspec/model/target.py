@@ -1,9 +1,9 @@
-"""The target: a frozen Hugging Face causal LM, unmodified, that prefills prompts and verifies candidate trees.
+"""The target: a frozen Hugging Face causal LM, which runs the stages prefill and verify.
 
-The model runs with our attention function (`selfspec.model.attention`), `use_cache=False` and explicit positions, so none of
-transformers' cache classes takes part, and with a ready-made 4-D mask, so that it builds none of its own.
+The model runs with our attention function (`selfspec.model.attention`), `use_cache=False`, explicit positions and a
+ready-made 4-D mask, so it builds no cache and no mask of its own.
 
-Invariant, checked on every model at load: the logits of a tree's node equal the plain forward's on the node's own path.
+Invariant, checked on every model at load: a node's logits equal those of the plain forward over the node's own path.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class Verification:
 
 
 class Target:
-    """A frozen causal LM behind the two calls of the decode loop, `prefill` and `verify`.
+    """A frozen causal LM with the two calls that the decode loop needs, `prefill` and `verify`.
 
     Args:
         model: any decoder-only model whose attention follows transformers' AttentionInterface. Its attention
             implementation is switched to selfspec's, which outside a `Target` call behaves like `sdpa`.
         tokenizer: the model's; None for work on token ids only.
         name: path or Hub id, for reports.
-        adapter: path or Hub id of the LoRA adapter that the model's weights hold, for reports.
+        adapter: path or Hub id of the LoRA adapter that was merged into the weights, for reports.
 
     Attributes:
-        passes: how the model's passes run, and those of the drafters that serve it.
-        lock: held by whoever runs a pass. Threads that share a target take turns, a step at a time; for many callers at once
+        passes: runs the passes of the model and of its drafters.
+        lock: held while a pass runs. Threads that share a target take turns, a step at a time; for many callers at once
             `selfspec.engine.SpecEngine` is faster.
 
     Raises:
@@ -73,11 +73,11 @@ class Target:
         self.dtype = model.dtype
         self.context_length: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
-        # A ready-made mask, so that the model builds none of its own.
+        # A ready-made mask, because the model would otherwise build its own.
         self.mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         self.lock = threading.RLock()
         self._spare_cache: KVCache | None = None
-        # The checks compare single passes: nothing is captured for them.
+        # Nothing is captured for the checks, which compare single passes.
         self.passes = Passes()
         self.kv_shape: KVShape
         self.kv_shape, self.vocab_size = adopt(self)
@@ -106,15 +106,15 @@ class Target:
 
     @cached_property
     def logit_shape(self) -> LogitShape:
-        """What the model does to its LM head's products (see `LogitShape`).
+        """How the model turns its LM head's products into logits (see `LogitShape`).
 
         Raises:
-            ValueError: something that no head can imitate.
+            ValueError: in a way that selfspec does not know.
         """
         return LogitShape.of(self.model)
 
     def logits_of(self, final: torch.Tensor) -> torch.Tensor:
-        """The model's own logits [..., V] from the hidden states [..., E] after its final norm."""
+        """The model's own logits [..., V] from hidden states [..., E] after its final norm."""
         return self.logit_shape(self.model.get_output_embeddings()(final))
 
     def new_cache(
@@ -125,7 +125,7 @@ class Target:
         max_tokens: int | None = None,
         use_sharing: bool = False,
     ) -> KVCache:
-        """An empty KV cache of this target's dtype on its device, and of its shape unless another is given."""
+        """An empty KV cache with this target's dtype and device, and with its shape unless another is given."""
         return KVCache(
             shape or self.kv_shape,
             dtype=self.dtype,
@@ -138,7 +138,7 @@ class Target:
 
     @contextmanager
     def borrowed_cache(self) -> Iterator[KVCache]:
-        """An empty KV cache for a while. The next borrower gets it where CUDA graphs were captured for its addresses."""
+        """Lend an empty KV cache. With CUDA graphs the next borrower gets the same one, because they hold its addresses."""
         with self.lock:
             cache, self._spare_cache = self._spare_cache or self.new_cache(), None
         try:
@@ -148,7 +148,7 @@ class Target:
                 self._spare_cache = cache
 
     def agreed(self, numbers: Sequence[float]) -> list[float]:
-        """The numbers themselves; where processes share the model (`tp_plan`), those of the first, the same for all."""
+        """The numbers themselves, or where processes share the model (`tp_plan`) the first process's numbers, for all."""
         mesh = getattr(self.model, "_device_mesh", None)
         if mesh is None:
             return list(numbers)
@@ -158,7 +158,7 @@ class Target:
         return shared.tolist()
 
     def encode(self, prompt: str | Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of raw text, or of chat messages through the chat template with the assistant's header open."""
+        """The token ids of raw text, or of chat messages by the chat template, which ends with the assistant's header."""
         if self.tokenizer is None:
             raise ValueError("this target has no tokenizer: pass token ids")
         if isinstance(prompt, str):
@@ -178,9 +178,9 @@ class Target:
         features: Sequence[int] = (),
         chunk_size: int = 512,
     ) -> dict[int, torch.Tensor]:
-        """Commit `token_ids [T]` to a row's prefix, a chunk at a time; returns the features asked for, each [1, T, E].
+        """Commit `token_ids` [T] to a row's prefix, a chunk at a time; returns the features asked for, each [1, T, E].
 
-        Chunks have at most `Passes.max_rows` tokens, so a text's KV has the same bits however it is cut or shared.
+        A chunk has at most `Passes.max_rows` tokens, so a text's KV has the same bits however the text is cut or shared.
         """
         if not len(token_ids):
             nothing = torch.zeros(1, 0, self.config.hidden_size, dtype=self.dtype, device=self.device)
@@ -195,7 +195,7 @@ class Target:
         return {name: torch.cat([part[name] for part in parts], dim=1) for name in features}
 
     def _enter(self, tree: CandidateTree, row: CacheRow, cache: KVCache, features: Sequence[int]) -> dict[int, torch.Tensor]:
-        """Store one chunk of a prompt."""
+        """Store the KV of one chunk of T tokens; returns the features asked for, each [1, T, E]."""
 
         def enter(places: Places, tree: CandidateTree) -> tuple[torch.Tensor, ...]:
             with self._taps(features) as taken:
@@ -210,7 +210,7 @@ class Target:
     def verify(
         self, tree: CandidateTree, rows: list[CacheRow], cache: KVCache, *, features: Sequence[int] = ()
     ) -> Verification:
-        """One forward over every node of a batch of trees; the nodes' KV lands in the rows' scratch slots."""
+        """One forward over every node of B trees; the nodes' KV goes to the rows' scratch slots."""
 
         def verify(places: Places, tree: CandidateTree) -> tuple[torch.Tensor, ...]:
             verification = self.verify_at(tree, places, cache, features=features)
@@ -225,14 +225,14 @@ class Target:
     def verify_at(
         self, tree: CandidateTree, places: Places, cache: KVCache, *, features: Sequence[int] = ()
     ) -> Verification:
-        """`verify` of rows that have the room: a function of tensors."""
+        """`verify` for rows that have the room already. A function of tensors."""
         with self._taps(features) as taken:
             output = self.run(self.model, tree, places, cache)
         return Verification(output.logits, {name: taken[name] for name in features})
 
     @torch.inference_mode()
     def extend(self, nodes: CandidateTree, rows: list[CacheRow], cache: KVCache, num_new: int) -> torch.Tensor:
-        """Logits [B, num_new, V] of the last nodes; the ones before them are in the rows' scratch slots already."""
+        """Logits [B, num_new, V] of the last nodes [B, num_new]; those before them are in the scratch slots already."""
 
         def extend(places: Places, nodes: CandidateTree) -> tuple[torch.Tensor, ...]:
             return (self.run(self.model, nodes, places, cache, num_new=num_new).logits,)
@@ -245,16 +245,18 @@ class Target:
     def hidden_states(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, features: Sequence[int]
     ) -> dict[int, torch.Tensor]:
-        """Hidden states of plain rows, as training needs them: each [B, T, E], without gradients.
+        """The features of plain rows, for training: each [B, T, E], without gradients.
 
-        Positions [B, T] that start over begin a new text, which does not see those before it in its row.
+        Args:
+            input_ids: [B, T].
+            position_ids: [B, T]. Where positions start over, a new text begins, which does not see the texts before it.
         """
         with torch.no_grad(), self.lock, self._taps(features) as taken:
             self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
         return taken
 
     def truncated(self, num_layers: int) -> Target:
-        """A target of this one's first `num_layers` layers, final norm and LM head; every weight is shared."""
+        """A target with this one's first `num_layers` layers, final norm and LM head; every weight is shared."""
         if not 1 <= num_layers < self.num_layers:
             raise ValueError(f"truncated:{num_layers} is out of range: {self.name} has {self.num_layers} layers")
         layers = list(decoder_layers(self.model)[1])[:num_layers]
@@ -271,9 +273,9 @@ class Target:
         num_new: int | None = None,
         **options: Any,
     ) -> Any:
-        """What `model`, this target's or a part of it, returns for a tree's last `num_new` nodes (all by default).
+        """Run `model`, this target's or a part of it, over a tree's last `num_new` nodes [B, num_new] (all by default).
 
-        The rows have room for the tree already. A function of tensors.
+        The rows must have room for the tree. A function of tensors.
         """
         layout, write_slots = cache.layout(places, tree, num_new)
         new = slice(0 if num_new is None else tree.num_nodes - num_new, None)
@@ -288,7 +290,7 @@ class Target:
 
     @contextmanager
     def _taps(self, features: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
-        """Collect hidden states by hooks that live for one forward."""
+        """Collect hidden states, each [B, N, E], by hooks that stay for one forward."""
         taken: dict[int, torch.Tensor] = {}
         if not features:
             yield taken
@@ -324,7 +326,7 @@ class Target:
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
-    """The ids at which the model ends: generation config first, as in transformers' `generate`."""
+    """The ids that end an answer; the generation config comes first, as in transformers' `generate`."""
     for source in (model.generation_config, model.config.get_text_config(), tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
