@@ -2,7 +2,6 @@
 
 import importlib
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -213,15 +212,11 @@ def test_the_example_serves_many_callers(drafter_class: type[Drafter], target: T
 
 
 def test_the_walk_of_a_token_names_what_is_there() -> None:
-    """The table of docs/decoding.md: a file, and a function or method in it, on every line, in the loop's order."""
+    """On every line of the table in docs/decoding.md: a file, and a function or method in it."""
     page = (ROOT / "docs" / "decoding.md").read_text(encoding="utf-8")
     section = page.partition("## Follow a token")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `(selfspec/[\w/]+)\.py` \| `([\w.]+)` \|", section, re.MULTILINE)
-    for path, name in rows:
-        assert is_there(f"{path.replace('/', '.')}.{name}"), (path, name)
-    order = ["api", "decode", "scheduler", "step", "ngram", "step", "passes", "target", "accept", "kv", "batch", "text"]
-    stems = [path.rpartition("/")[2] for path, _ in rows]
-    places = [0]
-    for stem in order:
-        places.append(stems.index(stem, places[-1]))
-    assert all(before <= after for before, after in pairwise(places))
+    lines = [line for line in section.splitlines() if line.startswith("| `")]
+    assert len(lines) > 12
+    for line in lines:
+        found = re.match(r"\| `(selfspec/[\w/]+)\.py` \| `([\w.]+)` \|", line)
+        assert found and is_there(f"{found[1].replace('/', '.')}.{found[2]}"), line
