@@ -74,7 +74,10 @@ def is_there(name: str) -> bool:
     for size in range(len(parts), 0, -1):
         try:
             found: Any = importlib.import_module(".".join(parts[:size]))
-        except ModuleNotFoundError:
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith("selfspec"):
+                # It is there, and needs a package that is optional.
+                return True
             continue
         for attribute in parts[size:]:
             if not hasattr(found, attribute):
