@@ -12,9 +12,8 @@ from bad_requests import BAD_PROMPTS, BAD_SETTINGS, LATE, bad_requests
 from support import random_prompts, tiny_target
 
 from selfspec import SamplingParams, Target, generate
-from selfspec import engine as engine_file
 from selfspec.drafters import EagleDrafter, NgramDrafter
-from selfspec.engine import Event, Listener, SpecEngine
+from selfspec.engine import Event, Listener, SpecEngine, health
 from selfspec.loop.decode import decode
 from selfspec.loop.drafter import Proposal
 from selfspec.loop.sampling import Grammar
@@ -261,7 +260,7 @@ def test_a_drafter_that_failed_is_tried_again_later(
     target: Target, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr(engine_file.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(health.time, "monotonic", lambda: now[0])
     failures: list[str] = []
 
     class Counting(Listener):
@@ -272,18 +271,18 @@ def test_a_drafter_that_failed_is_tried_again_later(
     engine = make_engine(drafter, listener=Counting())
     assert tokens_of(Caller(engine, good_requests())) == expected(target)
     assert engine.problems == {"ngram": "RuntimeError: the head is damaged"} and failures == ["ngram"]
-    now[0] += engine_file.RETRY_SECONDS + 1
+    now[0] += health.RETRY_SECONDS + 1
     assert not engine.problems
     assert tokens_of(Caller(engine, good_requests())) == expected(target)
     assert failures == ["ngram"] * 2
     # Twice as long after the second failure.
-    now[0] += engine_file.RETRY_SECONDS + 1
+    now[0] += health.RETRY_SECONDS + 1
     assert engine.problems
-    now[0] += engine_file.RETRY_SECONDS
+    now[0] += health.RETRY_SECONDS
     drafter.is_broken = False
     assert not engine.problems
     assert tokens_of(Caller(engine, good_requests())) == expected(target)
-    assert not engine._problems, "one that drafts again has no past"
+    assert not engine._health._problems, "one that drafts again has no past"
 
 
 # Listeners and callers.

@@ -24,9 +24,8 @@ from selfspec.api import Completion, stream
 from selfspec.bench.compare import PLAIN, WARM_UP
 from selfspec.bench.synthetic import SyntheticDrafter
 from selfspec.config import SamplingParams
-from selfspec.loop.accept import Acceptance
 from selfspec.loop.batch import Batch
-from selfspec.loop.drafter import Drafter, NoDrafter, Proposal
+from selfspec.loop.drafter import Drafter, NoDrafter, Outcome, Proposal
 from selfspec.loop.sequence import Sequence as DecodedSequence
 from selfspec.model.packed_linear import PackedLinear
 from selfspec.model.target import Target
@@ -264,19 +263,12 @@ class StageClock(Drafter):
         self._verifying.__enter__()
         return proposal
 
-    def commit(
-        self,
-        batch: Batch,
-        proposal: Proposal,
-        acceptance: Acceptance,
-        features: Mapping[int, torch.Tensor],
-        num_new: list[int],
-    ) -> None:
+    def commit(self, batch: Batch, proposal: Proposal, outcome: Outcome) -> None:
         self._verifying.__exit__(None, None, None)
         start = self._now()
         self.seconds["verify"].append(start - self._drafted)
         with record_function("commit"):
-            self.inner.commit(batch, proposal, acceptance, features, num_new)
+            self.inner.commit(batch, proposal, outcome)
         self.seconds["commit"].append(self._now() - start)
 
 

@@ -22,11 +22,10 @@ import torch
 from selfspec.cache.blocks import CacheRow
 from selfspec.drafters.growth import grow, over_nodes, spread
 from selfspec.kernels.noise import Stream
-from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Proposal
+from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Outcome, Proposal
 from selfspec.tree import CandidateTree, chain
 
 if TYPE_CHECKING:
-    from selfspec.loop.accept import Acceptance
     from selfspec.loop.batch import Batch
     from selfspec.loop.sequence import Sequence
     from selfspec.model.target import Target
@@ -134,14 +133,7 @@ class DraftModelDrafter(Drafter):
         first = fit_vocab(logits, self.vocab_size)[:, None]
         return grow(roots, first, run, depth=depth, width=self.width, num_nodes=self.num_nodes)
 
-    def commit(
-        self,
-        batch: Batch,
-        proposal: Proposal,
-        acceptance: Acceptance,
-        features: Mapping[int, torch.Tensor],
-        num_new: list[int],
-    ) -> None:
+    def commit(self, batch: Batch, proposal: Proposal, outcome: Outcome) -> None:
         """Drop the drafts that were not accepted, because the draft's prefix must not be longer than the target's.
 
         A tree's nodes were never in the prefix. The next proposal enters its accepted path.

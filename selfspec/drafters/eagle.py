@@ -26,7 +26,7 @@ from selfspec.drafters.waiting_features import WaitingFeatures
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.kernels.linear import MAX_ROWS
 from selfspec.kernels.tree_attention import tree_attention
-from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Proposal
+from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Outcome, Proposal
 from selfspec.model.layers import private_copy
 from selfspec.model.load import lay_out
 from selfspec.model.output import LogitShape
@@ -34,7 +34,6 @@ from selfspec.model.target import Target
 from selfspec.tree import CandidateTree, chain
 
 if TYPE_CHECKING:
-    from selfspec.loop.accept import Acceptance
     from selfspec.loop.batch import Batch
     from selfspec.loop.sequence import Sequence
 
@@ -146,17 +145,10 @@ class EagleDrafter(Drafter):
             tree = spread(tree, batch.roots, torch.tensor(active).to(batch.device))
         return Proposal(tree, is_typical=not was_behind)
 
-    def commit(
-        self,
-        batch: Batch,
-        proposal: Proposal,
-        acceptance: Acceptance,
-        features: Mapping[int, torch.Tensor],
-        num_new: list[int],
-    ) -> None:
+    def commit(self, batch: Batch, proposal: Proposal, outcome: Outcome) -> None:
         """Keep the accepted path's features, which wait to be entered."""
-        taken = torch.cat([features[name] for name in self.features], dim=-1)  # [B, K + 1, number of them * E]
-        for b, (sequence, count) in enumerate(zip(batch.sequences, num_new, strict=True)):
+        taken = torch.cat([outcome.features[name] for name in self.features], dim=-1)  # [B, K + 1, number of them * E]
+        for b, (sequence, count) in enumerate(zip(batch.sequences, outcome.num_new, strict=True)):
             self._rows[sequence].pending.add(taken, b, 0, count)
         self._catch_up(batch.sequences, MAX_PENDING)
 

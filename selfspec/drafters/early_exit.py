@@ -22,7 +22,7 @@ from selfspec.cache.kv import KVCache, Places
 from selfspec.drafters.growth import append
 from selfspec.drafters.waiting_features import WaitingFeatures
 from selfspec.heads.early_exit import EarlyExitHead
-from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Proposal
+from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Outcome, Proposal
 from selfspec.model.layers import private_copy
 from selfspec.model.load import lay_out
 from selfspec.model.split import SplitTarget
@@ -30,7 +30,6 @@ from selfspec.model.target import Target, Verification
 from selfspec.tree import CandidateTree, TreeGrower, chain
 
 if TYPE_CHECKING:
-    from selfspec.loop.accept import Acceptance
     from selfspec.loop.batch import Batch
     from selfspec.loop.sequence import Sequence
 
@@ -133,17 +132,10 @@ class EarlyExitDrafter(Drafter):
         hidden = drafted.gather(1, tree.origins[:, :, None].expand(-1, -1, drafted.shape[-1]))
         return self._split.resume(tree, places, cache, hidden)
 
-    def commit(
-        self,
-        batch: Batch,
-        proposal: Proposal,
-        acceptance: Acceptance,
-        features: Mapping[int, torch.Tensor],
-        num_new: list[int],
-    ) -> None:
+    def commit(self, batch: Batch, proposal: Proposal, outcome: Outcome) -> None:
         """Keep the accepted path's hidden states, which wait to be entered; the root's may have been entered already."""
-        taken = features[self.exit_layer]
-        for b, (sequence, count) in enumerate(zip(batch.sequences, num_new, strict=True)):
+        taken = outcome.features[self.exit_layer]
+        for b, (sequence, count) in enumerate(zip(batch.sequences, outcome.num_new, strict=True)):
             row = self._rows[sequence]
             num_missing = sequence.row.length - row.cache_row.length - len(row.pending)
             row.pending.add(taken, b, count - num_missing, count)

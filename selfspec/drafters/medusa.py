@@ -15,14 +15,13 @@ import torch
 
 from selfspec.drafters.growth import as_tensors, from_tensors
 from selfspec.heads.medusa import MedusaHead
-from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Proposal
+from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Outcome, Proposal
 from selfspec.model.layers import private_copy
 from selfspec.model.load import lay_out
 from selfspec.model.target import FINAL, Target
 from selfspec.tree import CandidateTree, TreeGrower, chain
 
 if TYPE_CHECKING:
-    from selfspec.loop.accept import Acceptance
     from selfspec.loop.batch import Batch
     from selfspec.loop.sequence import Sequence
 
@@ -107,17 +106,10 @@ class MedusaDrafter(Drafter):
             beam = tokens.shape[1]
         return grower.tree(self.num_nodes)
 
-    def commit(
-        self,
-        batch: Batch,
-        proposal: Proposal,
-        acceptance: Acceptance,
-        features: Mapping[int, torch.Tensor],
-        num_new: list[int],
-    ) -> None:
+    def commit(self, batch: Batch, proposal: Proposal, outcome: Outcome) -> None:
         """Keep the feature of the last accepted node, the token before the new root."""
-        hidden = features[FINAL]
-        last = acceptance.num_accepted[:, None, None].expand(-1, 1, hidden.shape[-1])
+        hidden = outcome.features[FINAL]
+        last = outcome.acceptance.num_accepted[:, None, None].expand(-1, 1, hidden.shape[-1])
         hidden = hidden.gather(1, last)[:, 0]
         for sequence, row in zip(batch.sequences, hidden, strict=True):
             self._last[sequence] = row

@@ -9,17 +9,15 @@ Invariant: a draft is a chain and depends only on its row's tokens; the counts c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from selfspec.kernels.jit import is_compiled_for
-from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Proposal
+from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Outcome, Proposal
 from selfspec.tree import chain
 
 if TYPE_CHECKING:
-    from selfspec.loop.accept import Acceptance
     from selfspec.loop.batch import Batch
 
 # How many trials of one match length and depth the counts remember.
@@ -72,22 +70,15 @@ class NgramDrafter(Drafter):
             tree = tree.prune(1 + int((drafts >= 0).sum(1).max()))
         return Proposal(tree, state=matched)
 
-    def commit(
-        self,
-        batch: Batch,
-        proposal: Proposal,
-        acceptance: Acceptance,
-        features: Mapping[int, torch.Tensor],
-        num_new: list[int],
-    ) -> None:
+    def commit(self, batch: Batch, proposal: Proposal, outcome: Outcome) -> None:
         """Count, for every depth that was reached, whether its draft was accepted. Old counts fade, because texts change."""
         tree, matched = proposal.tree, proposal.state
         K = tree.max_depth
         if matched is None or K == 0:
             return
         depths = torch.arange(K, device=tree.tokens.device)
-        is_reached = (tree.tokens[:, 1:] >= 0) & (depths <= acceptance.num_accepted[:, None])
-        is_hit = is_reached & (depths < acceptance.num_accepted[:, None])
+        is_reached = (tree.tokens[:, 1:] >= 0) & (depths <= outcome.acceptance.num_accepted[:, None])
+        is_hit = is_reached & (depths < outcome.acceptance.num_accepted[:, None])
         events = torch.stack([is_reached, is_hit]).to(self._counts.dtype)  # [2, B, K]
         self._counts[:, :, :K].index_add_(1, matched, events)
         self._counts *= (MEMORY / self._counts[0]).clamp(max=1.0)

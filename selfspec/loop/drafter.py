@@ -46,6 +46,22 @@ class Proposal:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """What became of a proposal.
+
+    Attributes:
+        acceptance: the accepted path of each row.
+        features: hidden states along the accepted path, each [B, K + 1, E], with garbage after its end. A drafter copies
+            what it keeps beyond the step, because the next pass may overwrite them.
+        num_new: by how many tokens each row's prefix grew: the root and the accepted drafts.
+    """
+
+    acceptance: Acceptance
+    features: Mapping[int, torch.Tensor]
+    num_new: list[int]
+
+
+@dataclass(frozen=True)
 class DraftShape:
     """How large a drafter's trees are when nothing limits them.
 
@@ -109,21 +125,11 @@ class Drafter(ABC):
     def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
         """A tree for every row, at most `num_draft_tokens` deep; at 0, only the roots."""
 
-    def commit(  # noqa: B027
-        self,
-        batch: Batch,
-        proposal: Proposal,
-        acceptance: Acceptance,
-        features: Mapping[int, torch.Tensor],
-        num_new: list[int],
-    ) -> None:
+    def commit(self, batch: Batch, proposal: Proposal, outcome: Outcome) -> None:  # noqa: B027
         """Take note of a step's outcome. The rows' prefixes in the target's cache have grown already.
 
         Args:
             proposal: with the tree that was verified, which may be smaller than the one proposed.
-            features: along the accepted path, each [B, K + 1, E], with garbage after its end. A drafter copies what it keeps
-                beyond the step, because the next pass may overwrite them.
-            num_new: by how many tokens each row's prefix grew: the root and the accepted drafts.
         """
 
     def forget(self) -> None:

@@ -20,7 +20,7 @@ from selfspec.cache.blocks import CacheFull
 from selfspec.cache.kv import KVCache, Places
 from selfspec.loop.accept import Acceptance, accept, accept_all_nodes
 from selfspec.loop.batch import Batch, report_of
-from selfspec.loop.drafter import Drafter, Proposal
+from selfspec.loop.drafter import Drafter, Outcome, Proposal
 from selfspec.loop.planner import Ask, Planner
 from selfspec.loop.sampling import Laws
 from selfspec.loop.sequence import Emission, Sequence
@@ -127,7 +127,8 @@ def take_step(group: Group, *, is_typical: bool = True) -> Step:
         clock.append(time.perf_counter())
         emissions, num_accepted, facts = batch.commit(acceptance, verification.logits, report)
     with blamed(Stage.DRAFT):
-        drafter.commit(batch, proposal, acceptance, verification.features, [number + 1 for number in num_accepted])
+        num_new = [number + 1 for number in num_accepted]
+        drafter.commit(batch, proposal, Outcome(acceptance, verification.features, num_new))
     clock.append(time.perf_counter())
     seconds = StepSeconds(*(end - start for start, end in pairwise(clock)))
     if planner.is_active:

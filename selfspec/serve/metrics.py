@@ -70,6 +70,7 @@ class Metrics(Listener):
         self._passes = counter("verify_passes", "target passes", "drafter")
         self._plain_passes = counter("verify_passes_without_drafts", "target passes that verified no draft", "drafter")
         self._rows = counter("verify_rows", "sequences of target passes, summed over passes", "drafter")
+        self._drafter_failures = counter("drafter_failures", "times that a drafter failed and was left out", "drafter")
         self._window = histogram("spec_decode_window", "draft nodes of a pass's tree", WINDOW_BUCKETS)
         self._prompt_tokens = counter("prompt_tokens", "prompt tokens of answered requests").labels(model_name)
         self._reused_tokens = counter("prefix_cache_hits", "prompt tokens that were in the cache already").labels(model_name)
@@ -139,3 +140,6 @@ class Metrics(Listener):
     @_never_raises
     def preempted(self) -> None:
         self._preemptions.inc()
+
+    def drafter_failed(self, name: str) -> None:
+        self._drafter_failures.labels(self._model_name, name).inc()

@@ -12,90 +12,32 @@ from __future__ import annotations
 import logging
 import math
 import queue
-import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Sequence_
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from selfspec.api import Completion, completion_of
-from selfspec.config import SamplingParams
+from selfspec.api import completion_of
+from selfspec.engine.events import CLOSED, EngineClosed, EngineFull, Event, Listener
+from selfspec.engine.health import Health
+from selfspec.engine.warm_up import warm_up
 from selfspec.loop.drafter import Drafter, NoDrafter
 from selfspec.loop.planner import Planner
 from selfspec.loop.scheduler import Scheduler
 from selfspec.loop.sequence import Request, Sequence, check_request
-from selfspec.loop.step import Group, Stage, StageError, Step
-from selfspec.model.passes import CHUNK_BUCKETS, ROW_BUCKETS
+from selfspec.loop.step import Group, Stage, StageError
 from selfspec.model.target import Target
 
 logger = logging.getLogger(__name__)
 
-CLOSED = "the server is shutting down: try again later, or elsewhere"
-STARTED_ANEW = "the engine failed and has started over: send the request again"
-# How long a drafter that failed is left out before requests try it again. The time doubles after every further failure.
-RETRY_SECONDS = 60.0
-MAX_RETRY_SECONDS = 3600.0
-
-
-class EngineFull(Exception):
-    """No further request may wait; a place may be free after `retry_seconds`."""
-
-    def __init__(self, limit: int, retry_seconds: int) -> None:
-        super().__init__(f"{limit} requests are running or waiting, which is the limit: try again later")
-        self.retry_seconds = retry_seconds
-
-
-class EngineClosed(Exception):
-    """The engine takes no more requests."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """News of one request: what was added, and at the end the completion or an error."""
-
-    request: Request
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-    completion: Completion | None = None
-    error: Exception | None = None
-
-    @property
-    def is_last(self) -> bool:
-        return self.completion is not None or self.error is not None
-
-
-class Listener:
-    """What an engine reports about its work, on its own thread. This class ignores everything.
-
-    An error in a listener is logged and stops nothing.
-    """
-
-    def stepped(self, step: Step) -> None:
-        """One step of one drafter's sequences has ended."""
-
-    def emitted(self, num_tokens: int, seconds: float, *, is_first: bool) -> None:
-        """A request got tokens, this many seconds after the ones before, or after it was submitted."""
-
-    def finished(self, completion: Completion, seconds: float) -> None:
-        """A request was answered, this many seconds after it was submitted."""
-
-    def failed(self, *, is_cancelled: bool) -> None:
-        """A request ended without an answer."""
-
-    def preempted(self) -> None:
-        """A request gave up its place in the cache for a while."""
-
-    def drafter_failed(self, name: str) -> None:
-        """A drafter failed and drafts nothing for a while."""
+STARTED_ANEW = "the engine met a fault and has started anew: send the request again"
 
 
 class Handle:
@@ -118,15 +60,6 @@ class _Stream:
     handle: Handle
     last_time: float
     num_sent: int = 0
-
-
-@dataclass
-class _Problem:
-    """Why a drafter is left out, until when, and for how many seconds."""
-
-    text: str
-    until: float
-    seconds: float
 
 
 class SpecEngine:
@@ -168,7 +101,7 @@ class SpecEngine:
         self.prefill_tokens = prefill_tokens
         self.use_cost_guard = use_cost_guard
         self.listener = listener or Listener()
-        self._problems: dict[str, _Problem] = {}
+        self._health = Health()
         self._drafters: dict[str, Drafter] = {drafter.name: drafter for drafter in drafters}
         self.default_drafter = next(iter(self._drafters), NoDrafter.name)
         self._drafters.setdefault(NoDrafter.name, NoDrafter())
@@ -194,9 +127,8 @@ class SpecEngine:
 
     @property
     def problems(self) -> dict[str, str]:
-        """For each loaded drafter that is left out at present, by name: why."""
-        now = time.monotonic()
-        return {name: problem.text for name, problem in list(self._problems.items()) if now < problem.until}
+        """Why drafters that are loaded do not draft at present, by name."""
+        return self._health.problems
 
     @property
     def num_running(self) -> int:
@@ -312,7 +244,7 @@ class SpecEngine:
                 self._scheduler.move(sequence, self._plain)
             self._scheduler.remove_group(group)
             del self._drafters[name]
-            self._problems.pop(name, None)
+            self._health.forget(name)
 
         self.call(remove)
 
@@ -387,30 +319,8 @@ class SpecEngine:
         self._groups[name] = self._scheduler.add_group(drafter, planner, name=name)
 
     def _warm_up(self) -> None:
-        """Decode on a scheduler of its own: no listener is told, and no block is published."""
-        draw = random.Random(0)
-        sampling = SamplingParams(max_new_tokens=16, ignore_eos=True)
-        room = min(self._cache.max_tokens or 0, self.target.context_length) - sampling.max_new_tokens
-        # One prompt of every size, and short prompts in batches of every size.
-        batches = [[size] for size in CHUNK_BUCKETS if size < room]
-        batches += [[1] * rows for rows in ROW_BUCKETS if rows <= self.max_batch]
-        scheduler = Scheduler(self.target, self._cache, max_batch=self.max_batch, prefill_tokens=self.prefill_tokens)
-        is_shared, self._cache.use_sharing = self._cache.use_sharing, False
-        try:
-            for name, drafter in self._drafters.items():
-                group = scheduler.add_group(drafter, self._groups[name].planner)
-                # Twice, because a graph is captured when its shape comes for the second time.
-                for sizes in batches * 2:
-                    for size in sizes:
-                        ids = [draw.randrange(self.target.config.vocab_size) for _ in range(size + 1)]
-                        scheduler.submit(Request(ids, sampling), group)
-                    while len(scheduler):
-                        scheduler.round()
-                group.planner.forget()
-                drafter.forget()
-        finally:
-            scheduler.close()
-            self._cache.use_sharing = is_shared
+        sizes = {"max_batch": self.max_batch, "prefill_tokens": self.prefill_tokens}
+        warm_up(self.target, self._cache, self._groups.values(), **sizes)
 
     def _run(self) -> None:
         error: Exception = RuntimeError(STARTED_ANEW)
@@ -450,7 +360,7 @@ class SpecEngine:
             self._tell("stepped", step)
             if step.tree.num_nodes > 1:
                 # It drafts again, so what went wrong before no longer counts.
-                self._problems.pop(step.name, None)
+                self._health.forget(step.name)
             for sequence in step.sequences:
                 self._deliver(sequence)
 
@@ -540,7 +450,9 @@ class SpecEngine:
         """
         group = self._scheduler.group_of(sequences[0])
         if failure.stage is Stage.DRAFT and group is not self._plain:
-            self._leave_out(group.name, failure.error)
+            seconds = self._health.note_failure(group.name, failure.error)
+            logger.warning("drafter %s failed and is left out for %.0f seconds", group.name, seconds, exc_info=failure.error)
+            self._tell("drafter_failed", group.name)
             # All its sequences, waiting ones too, in the order of arrival.
             sequences = self._scheduler.sequences_of(group)
         else:
@@ -555,14 +467,6 @@ class SpecEngine:
                 sequence.fail(failure.error)
             self._scheduler.cancel(sequence)
             self._deliver(sequence)
-
-    def _leave_out(self, name: str, error: Exception) -> None:
-        """Leave a drafter that failed out for a while, and longer each time."""
-        known = self._problems.get(name)
-        seconds = RETRY_SECONDS if known is None else min(2 * known.seconds, MAX_RETRY_SECONDS)
-        self._problems[name] = _Problem(f"{type(error).__name__}: {error}", time.monotonic() + seconds, seconds)
-        logger.warning("drafter %s failed and is left out for %.0f seconds", name, seconds, exc_info=error)
-        self._tell("drafter_failed", name)
 
     def _start_over(self, error: Exception) -> None:
         """Send every caller an error, and begin again with an empty cache."""

@@ -1,0 +1,6 @@
+"""Decoding for many callers at once: one thread, an inbox, and a stream of events for each request."""
+
+from selfspec.engine.engine import Handle, SpecEngine
+from selfspec.engine.events import EngineClosed, EngineFull, Event, Listener
+
+__all__ = ["EngineClosed", "EngineFull", "Event", "Handle", "Listener", "SpecEngine"]
