@@ -167,7 +167,7 @@ def load_config(source: str | Path, revision: str | None) -> PretrainedConfig:
         if is_local:
             raise ValueError(f"{source}: not a Hugging Face model folder: {_first_line(error)}") from error
         raise ValueError(
-            f"{source}: there is no such folder, and the Hugging Face Hub does not give it ({_first_line(error)}): "
+            f"{source}: no such folder, and it cannot be loaded from the Hugging Face Hub ({_first_line(error)}): "
             "check the spelling, your network and your access token"
         ) from error
 
