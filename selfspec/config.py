@@ -63,7 +63,7 @@ class SamplingParams:
             f"0 to max_new_tokens ({self.max_new_tokens})",
         )
         check("temperature", lambda x: _is_finite(x) and x >= 0, "0 or more")
-        check("top_k", lambda x: _is_whole(x) and x >= 0, "0 (off) or a positive whole number")
+        check("top_k", lambda x: _is_whole(x) and 0 <= x < 2**31, "0 (off) or a positive whole number below 2**31")
         check("top_p", lambda x: _is_finite(x) and 0 < x <= 1, "a number in (0, 1]")
         check("min_p", lambda x: _is_finite(x) and 0 <= x <= 1, "a number in [0, 1]")
         check("repetition_penalty", lambda x: _is_finite(x) and x > 0, "a positive number (1 is off)")

@@ -412,3 +412,15 @@ def test_an_engine_and_threads_share_a_target(target: Target, make_engine: MakeE
     engine = make_engine(NgramDrafter(4))
     caller = Caller(engine, good_requests())
     assert expected(target) == tokens_of(caller)
+
+
+@pytest.mark.parametrize("prompt", ["half \ud83d", [{"role": "user", "content": "\udc00"}]])
+def test_half_a_character_is_refused_in_one_sentence(prompt: Any, tiny_target_dir: Any) -> None:
+    target = Target.from_pretrained(tiny_target_dir, device="cpu")
+    with pytest.raises(ValueError, match="half a character"):
+        generate(target, [prompt], sampling=GREEDY)
+
+
+def test_a_top_k_that_no_vocabulary_has_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"top_k=.* is not allowed: use 0 \(off\) or a positive whole number below"):
+        SamplingParams(top_k=2**70)

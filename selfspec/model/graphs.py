@@ -124,7 +124,7 @@ class Graphs:
         except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
             _remember(self.refused, key)
             reason = str(error).strip().partition("\n")[0]
-            logger.warning("a pass cannot be a CUDA graph, so it runs kernel by kernel, which is slower (%s)", reason)
+            logger.warning("no CUDA graph of a pass could be made: it runs kernel by kernel, which is slower (%s)", reason)
             torch.cuda.synchronize(self.device)
             return None
         entry = _Entry(function, graph, static, outputs, max(torch.cuda.memory_reserved(self.device) - before, 0))

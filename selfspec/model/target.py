@@ -161,6 +161,9 @@ class Target:
         """The token ids of raw text, or of chat messages by the chat template, which ends with the assistant's header."""
         if self.tokenizer is None:
             raise ValueError("this target has no tokenizer: pass token ids")
+        texts = [prompt] if isinstance(prompt, str) else [str(value) for message in prompt for value in message.values()]
+        if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
+            raise ValueError("the prompt has half a character (a lone surrogate): send whole Unicode text")
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt).input_ids)
         if not self.tokenizer.chat_template:

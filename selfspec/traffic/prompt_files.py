@@ -55,6 +55,8 @@ def parse_prompt(line: bytes, number: int) -> PromptRow:
         raise ValueError("not UTF-8 text: save the file as UTF-8") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno}): write one object per line") from error
+    except RecursionError as error:
+        raise ValueError("JSON that is nested too deeply: write one flat object per line") from error
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__} where an object with one of {', '.join(PROMPT_KEYS)} is needed")
     row_id = record.get("id", number)

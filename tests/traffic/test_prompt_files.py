@@ -138,3 +138,10 @@ def test_resume_refuses_results_of_another_run(tmp_path, content):
     with pytest.raises(ValueError, match="cannot be resumed"):
         OutputWriter(file, {"a": 2, "b": 2}, resume=True)
     assert file.read_text() == content
+
+
+def test_a_line_nested_too_deeply_is_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        read_prompts(file)
