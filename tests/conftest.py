@@ -6,16 +6,19 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 if not torch.cuda.is_available():
     # Read when triton is imported, which transformers does: its interpreter runs the kernels' logic on the CPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from support import MadeOnce
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -31,6 +34,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
+    """Fills a folder the first time that any process of this run asks for it; the others wait until it is complete."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+
+    def make(name: str, build: Callable[[Path], None]) -> Path:
+        directory = base / name
+        with FileLock(base / f"{name}.lock"):
+            if not directory.exists():
+                incomplete = tmp_path_factory.mktemp(name)
+                build(incomplete)
+                incomplete.rename(directory)
+        return directory
+
+    return make
 
 
 @pytest.fixture(scope="session")
