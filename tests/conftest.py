@@ -29,6 +29,36 @@ CHAT_TEMPLATE = (
 TOKENIZER_TEXT = "the cat sat on the mat and the dog sat on the cat; one two three four five six seven"
 
 
+class SkippedTests:
+    """Writes down which tests, files and folders were skipped, one node id a line; see `.ci/run`."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.node_ids: dict[str, None] = {}
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:
+            self.node_ids[report.nodeid] = None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped and "gpu" not in report.keywords:
+            self.node_ids[report.nodeid.partition("[")[0]] = None
+
+    def pytest_sessionfinish(self) -> None:
+        self.file.write_text("".join(f"{node_id}\n" for node_id in self.node_ids))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-skipped", type=Path, metavar="FILE", help="write what was skipped to FILE, GPU tests left out")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    file = config.getoption("write_skipped")
+    # Workers report to the process that started them.
+    if file is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SkippedTests(file))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
