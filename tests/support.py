@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from selfspec.loop.batch import Batch
 from selfspec.loop.drafter import Drafter, Proposal
 from selfspec.model.target import Target
 from selfspec.tree import from_parents
+
+# (a name, what fills a folder) -> the folder; see the fixture `made_once`.
+MadeOnce = Callable[[str, Callable[[Path], None]], Path]
 
 VOCAB_SIZE = 61
 COMMON: dict[str, Any] = {

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+
 import pytest
 import torch
-from support import FAMILIES, OracleTreeDrafter, random_prompts, tiny_model
+from support import FAMILIES, OracleTreeDrafter, identity, random_prompts, tiny_model
 
 from selfspec import SamplingParams, Target, generate
-from selfspec.drafters import DraftModelDrafter, NgramDrafter
+from selfspec.drafters import Drafter, DraftModelDrafter, MedusaDrafter, NgramDrafter
+from selfspec.heads.medusa import MedusaConfig, MedusaHead
 from selfspec.kernels.noise import Stream, gumbel, uniform
+from selfspec.loop.drafter import NoDrafter
+from selfspec.loop.planner import Planner
+from selfspec.loop.scheduler import Scheduler
+from selfspec.loop.sequence import Request
 
 pytestmark = pytest.mark.gpu
 PROMPTS = random_prompts(7, (1, 40), seed=3)
@@ -89,3 +97,52 @@ def test_low_precision_emits_the_argmax_up_to_rounding(dtype: torch.dtype) -> No
         emitted = logits.gather(1, torch.tensor(completion.token_ids, device="cuda")[:, None])[:, 0]
         scale = logits.abs().amax()
         assert ((logits.amax(1) - emitted) <= 8 * torch.finfo(dtype).eps * scale).all()
+
+
+def random_medusa(target: Target) -> MedusaDrafter:
+    torch.manual_seed(2)
+    head = MedusaHead(MedusaConfig(target=identity(target), num_heads=3, has_output_layer=True))
+    return MedusaDrafter(target, head, num_nodes=16)
+
+
+# Four rows of at most 16 nodes each: the planner reads the scores of larger batches, too.
+STEPPING: dict[str, Callable[[Target], Drafter]] = {
+    "none": lambda target: NoDrafter(),
+    "ngram": lambda target: NgramDrafter(15),
+    "medusa": random_medusa,
+}
+
+
+@pytest.mark.parametrize("use_cost_guard", [False, True])
+@pytest.mark.parametrize("name", STEPPING)
+def test_a_step_waits_for_the_device_once(name: str, use_cost_guard: bool) -> None:
+    """In greedy decoding a step's report is all that the host reads, once per step."""
+    target = Target(tiny_model("llama", max_position_embeddings=4096).cuda())
+    scheduler = Scheduler(target, target.new_cache(max_tokens=8192), max_batch=4)
+    group = scheduler.add_group(STEPPING[name](target), Planner(is_active=use_cost_guard))
+    # No answer ends within the 60 rounds below, even if every draft is accepted.
+    sampling = SamplingParams(max_new_tokens=1200, ignore_eos=True)
+    num_waits, num_nodes = [], []
+    with target.lock, torch.inference_mode():
+        for prompt in random_prompts(4, (5, 20), seed=3):
+            scheduler.submit(Request(prompt, sampling), group)
+        for _ in range(20):
+            scheduler.round()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for _ in range(40):
+                before = target.passes.num_set_up, id(group.batch._history)
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    [step] = scheduler.round()
+                # A new graph and a longer history are made now and then, and may wait.
+                if before == (target.passes.num_set_up, id(group.batch._history)):
+                    num_waits.append(sum("called a synchronizing CUDA operation" in str(each.message) for each in caught))
+                    num_nodes.append(step.tree.num_nodes)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            scheduler.close()
+    assert len(num_waits) >= 10 and set(num_waits) == {1}, num_waits
+    assert max(num_nodes) <= 16
+    if not use_cost_guard:
+        assert (max(num_nodes) > 1) == (name != "none")

@@ -141,7 +141,7 @@ def test_the_command_measures_an_expanded_target(
     out, trace = tmp_path / "out.json", tmp_path / "trace.json"
     shown = invoke(
         "bench-runtime",
-        *("--target", tiny_target_dir, "--expand", "96x4x128x16", "--drafters", "ngram,truncated:2"),
+        *("--target", tiny_target_dir, "--expand", "96x4x128x16", "--drafters", "truncated:2,ngram"),
         *("--contexts", "16,32", "--nodes", "1,4", "--repeats", 2, "--prompts", prompt_file, "--num-prompts", 2),
         *("--max-new-tokens", 12, "--acceptance-lengths", "2,3", "--synthetic-nodes", 4, "--baselines", "eager,static"),
         *("--json", out, "--plots", tmp_path / "plots", "--profile", trace),
@@ -151,11 +151,11 @@ def test_the_command_measures_an_expanded_target(
     assert "expanded" in record["environment"]["target"]
     assert len(record["steps"]) == 4 and record["steps"][0]["times_floor"] > 0
     modes = {mode["mode"]: mode for mode in record["modes"]}
-    assert list(modes) == ["none", "ngram", "truncated:2", "transformers", "transformers, static cache"]
+    assert list(modes) == ["none", "truncated:2", "ngram", "transformers", "transformers, static cache"]
     assert all(mode["num_identical"] == mode["num_prompts"] for mode in modes.values())
     assert [each["set_length"] for each in record["promises"]] == [2, 3]
     assert all(each["promised"] > 0 and each["measured"] > 0 for each in record["promises"])
-    assert [each["mode"] for each in record["stages"]] == ["none", "ngram", "truncated:2"]
+    assert [each["mode"] for each in record["stages"]] == ["none", "truncated:2", "ngram"]
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"draft", "verify", "commit"} <= names
     assert record["kernels"]

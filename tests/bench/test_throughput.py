@@ -67,6 +67,10 @@ def test_the_command_prints_a_table_and_writes_a_file(tiny_target_dir: Path, tmp
 def test_an_expanded_target_is_measured_with_its_own_drafters(tiny_target_dir: Path, tmp_path: Path) -> None:
     args = ["bench-engine", "--target", tiny_target_dir, "--expand", "256x4x512x32", "--drafter", "truncated:3"]
     args += ["--streams", "2", "--repeats", 1, "--rounds", 2, "--max-new-tokens", 6, "--output", tmp_path / "out.json"]
+    # The tiny tokenizer makes thousands of tokens of a benchmark's prompt.
+    rows = [{"id": str(number), "prompt": f"the cat sat {number}", "category": "cats"} for number in range(12)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args += ["--prompts", tmp_path / "prompts.jsonl"]
     result = CliRunner().invoke(app, [str(a) for a in args])
     assert result.exit_code == 0, result.output
     assert "Every figure is of an expanded model" in result.output and "1/1" in result.output

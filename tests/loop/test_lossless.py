@@ -34,7 +34,7 @@ def drafters(target: Target, answers: dict[tuple[int, ...], list[int]]) -> dict[
     return {
         "none": None,
         "ngram": NgramDrafter(6, max_match=3),
-        "truncated": DraftModelDrafter(target.truncated(2), target.vocab_size, num_draft_tokens=3),
+        "truncated": DraftModelDrafter(target.truncated(target.num_layers - 1), target.vocab_size, num_draft_tokens=3),
         "oracle-tree": OracleTreeDrafter(answers, hit=0.75, num_nodes=9),
     }
 
@@ -95,7 +95,7 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sampling_with_a_seed_equals_plain_sampling(name: str) -> None:
     """[S4] penalties see each node's own path; [S5] alone, in a batch, beside unseeded neighbours."""
-    target = tiny_target("llama")
+    target = tiny_target("llama", num_hidden_layers=2)
     params = [Params(max_new_tokens=24, seed=100 + i, **SETTINGS[name]) for i in range(len(PROMPTS))]
     expected = [c.token_ids for c in generate(target, PROMPTS, sampling=params)]
     answers = {tuple(p): e for p, e in zip(PROMPTS, expected, strict=True)}
@@ -126,9 +126,9 @@ def test_seeds_decide() -> None:
 
 
 def test_sampled_drafts_repeat_with_their_seed_in_any_batch() -> None:
-    target = tiny_target("llama")
+    target = tiny_target("llama", num_hidden_layers=2)
     params = [Params(max_new_tokens=16, temperature=0.9, top_p=0.9, seed=i) for i in range(len(PROMPTS))]
-    drafter = DraftModelDrafter(target.truncated(2), target.vocab_size, num_draft_tokens=3, is_sampled=True)
+    drafter = DraftModelDrafter(target.truncated(1), target.vocab_size, num_draft_tokens=3, is_sampled=True)
     runs = [
         [
             c.token_ids

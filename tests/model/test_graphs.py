@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
 from support import OracleTreeDrafter, eagle_head, identity, random_prompts, tiny_model
+from transformers import PreTrainedModel
 
 from selfspec import SamplingParams, Target, generate
 from selfspec.drafters import Drafter, DraftModelDrafter, EagleDrafter, MedusaDrafter, NgramDrafter
@@ -22,9 +24,17 @@ def medusa(target: Target) -> MedusaDrafter:
     return MedusaDrafter(target, head, num_nodes=7, width=3)
 
 
-def answers(target: Target) -> dict[tuple[int, ...], list[int]]:
-    sampling = SamplingParams(max_new_tokens=50, ignore_eos=True)
-    return {tuple(prompt): generate(target, [prompt], sampling=sampling)[0].token_ids for prompt in PROMPTS}
+def small_model() -> PreTrainedModel:
+    """Two layers: a layer for a drafter to leave out."""
+    return tiny_model("llama", num_hidden_layers=2)
+
+
+@cache
+def answers() -> dict[tuple[int, ...], list[int]]:
+    """What plain greedy decoding emits."""
+    sampling = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    completions = generate(Target(small_model()), PROMPTS, sampling=sampling, batch_size=len(PROMPTS))
+    return {tuple(prompt): completion.token_ids for prompt, completion in zip(PROMPTS, completions, strict=True)}
 
 
 PROMPTS = random_prompts(5, (1, 40))
@@ -32,19 +42,19 @@ DRAFTERS: dict[str, Callable[[Target], Drafter | None]] = {
     "none": lambda target: None,
     "ngram": lambda target: NgramDrafter(5),
     "eagle": lambda target: EagleDrafter(
-        target, eagle_head(target, feature_layers=(1, 2)), num_draft_tokens=4, num_nodes=10, width=3
+        target, eagle_head(target, feature_layers=(0, 1)), num_draft_tokens=4, num_nodes=10, width=3
     ),
     "medusa": medusa,
-    "draft_model": lambda target: DraftModelDrafter(target.truncated(2), target.vocab_size, width=2, num_nodes=6),
+    "draft_model": lambda target: DraftModelDrafter(target.truncated(1), target.vocab_size, width=2, num_nodes=6),
     # Deep trees whose accepted paths lie scattered.
-    "oracle": lambda target: OracleTreeDrafter(answers(target)),
+    "oracle": lambda target: OracleTreeDrafter(answers()),
 }
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SAMPLINGS = {
-    "greedy": SamplingParams(max_new_tokens=40, ignore_eos=True),
-    "sampled": SamplingParams(max_new_tokens=20, temperature=0.9, seed=3),
+    "greedy": SamplingParams(max_new_tokens=24, ignore_eos=True),
+    "sampled": SamplingParams(max_new_tokens=16, temperature=0.9, seed=3),
 }
 
 
@@ -54,7 +64,7 @@ SAMPLINGS = {
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_run_by_graphs_emits_what_a_run_without_them_does(device: str, name: str, sampling: str, batch_size: int) -> None:
     """On the CPU as a rehearsal."""
-    target = Target(tiny_model("llama").to(device), name="tiny")
+    target = Target(small_model().to(device), name="tiny")
     options = {"sampling": SAMPLINGS[sampling], "batch_size": batch_size, "use_cost_guard": False}
     target.passes.graphs = None
     plain = generate(target, PROMPTS, drafter=DRAFTERS[name](target), **options)
@@ -87,8 +97,8 @@ def test_sampled_steps_emit_what_plain_sampling_does(name: str) -> None:
 
     Settings are no part of a graph: each batch size has its own rows in it.
     """
-    target = Target(tiny_model("llama"))
-    common = {"max_new_tokens": 24, "ignore_eos": True}
+    target = Target(small_model())
+    common = {"max_new_tokens": 16, "ignore_eos": True}
     settings = [FILTERED, {}, {"temperature": 1.3}, {"temperature": 1.0, "top_k": 3}, {"temperature": 0.9, "top_p": 0.6}]
     params = [SamplingParams(seed=i, **common, **each) for i, each in enumerate(settings)]
     for sampling in (SamplingParams(seed=7, **common, **FILTERED), params):
@@ -180,7 +190,7 @@ def test_a_full_cache_takes_a_prompt_without_padding() -> None:
 @pytest.mark.parametrize("batch_size", [1, 3, 5])
 def test_no_graph_has_more_rows_than_keep_a_rows_bits(batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """[N1] what rows and nodes are filled up with counts."""
-    target = Target(tiny_model("llama"), name="tiny")
+    target = Target(small_model(), name="tiny")
     target.passes.graphs = Graphs(target.device, is_rehearsal=True)
     target.passes.max_rows = 24
     shapes: list[GraphShape] = []

@@ -5,10 +5,13 @@ Needs the target that `selfspec fetch` makes; skipped, with the reason, where it
 
 from __future__ import annotations
 
+import json
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 import torch
+from support import MadeOnce
 from transformers import AutoModelForCausalLM
 
 from selfspec import SamplingParams, Target, generate, load_drafter
@@ -16,8 +19,10 @@ from selfspec.bench.tasks import read_benchmark
 from selfspec.model.default_target import default_target
 from selfspec.model.layers import decoder_layers, with_layers
 
-NUM_TOKENS = 64
-PROMPTS_PER_TASK = 4
+# How many tokens answer a task's prompts. The first prompt is whole; of the others, the end will do: prefill is not what is
+# tested. Rows of a batch end and join at different times.
+ANSWER_LENGTHS = (96, 8, 8, 8)
+END_LENGTH = 48
 
 
 @pytest.fixture(scope="module")
@@ -35,36 +40,44 @@ def target(source: Path) -> Target:
 
 @pytest.fixture(scope="module")
 def prompts(target: Target) -> list[list[int]]:
-    """The shortest of each Spec-Bench task: prefill is not what is tested."""
+    """The shortest of each Spec-Bench task."""
     tasks: dict[str, list[list[int]]] = {}
     for row in read_benchmark("spec_bench"):
         assert row.category is not None
         tasks.setdefault(row.category, []).append(target.encode(row.prompt))
     assert len(tasks) == 6
-    return [ids for task in tasks.values() for ids in sorted(task, key=len)[:PROMPTS_PER_TASK]]
+    shortest = [sorted(task, key=len)[: len(ANSWER_LENGTHS)] for task in tasks.values()]
+    return [ids for whole, *others in shortest for ids in (whole, *(other[-END_LENGTH:] for other in others))]
 
 
 @pytest.fixture(scope="module")
-def expected(source: Path, prompts: list[list[int]]) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    outputs = []
-    for ids in prompts:
-        batch = torch.tensor([ids])
-        with torch.inference_mode():
-            out = model.generate(batch, attention_mask=torch.ones_like(batch), max_new_tokens=NUM_TOKENS, do_sample=False)
-        outputs.append(out[0, len(ids) :].tolist())
-    return outputs
+def expected(source: Path, prompts: list[list[int]], made_once: MadeOnce) -> list[list[int]]:
+    """What transformers' generate emits for each prompt alone."""
+
+    def build(directory: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+        outputs = []
+        for ids, num_tokens in zip(prompts, cycle(ANSWER_LENGTHS), strict=False):
+            batch = torch.tensor([ids])
+            options = {"attention_mask": torch.ones_like(batch), "max_new_tokens": num_tokens, "do_sample": False}
+            with torch.inference_mode():
+                out = model.generate(batch, **options)
+            outputs.append(out[0, len(ids) :].tolist())
+        (directory / "outputs.json").write_text(json.dumps(outputs))
+
+    return json.loads((made_once("smollm2-expected", build) / "outputs.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def draft_dir(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def draft_dir(source: Path, target: Target, made_once: MadeOnce) -> Path:
     """A draft model with weights of its own on disk: the target's first four layers, saved as a model."""
-    target = Target.from_pretrained(source, dtype="float32", device="cpu")
-    directory = tmp_path_factory.mktemp("draft")
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    with_layers(model, list(decoder_layers(model)[1])[:4], range(4)).save_pretrained(directory)
-    target.tokenizer.save_pretrained(directory)
-    return directory
+
+    def build(directory: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        with_layers(model, list(decoder_layers(model)[1])[:4], range(4)).save_pretrained(directory)
+        target.tokenizer.save_pretrained(directory)
+
+    return made_once("smollm2-draft", build)
 
 
 @pytest.mark.parametrize("batch_size", [1, 7])
@@ -78,13 +91,8 @@ def test_greedy_equals_transformers_generate(
     draft_dir: Path,
 ) -> None:
     drafter = load_drafter(f"draft_model:{draft_dir}" if spec == "draft_model" else spec, target)
-    got = generate(
-        target,
-        prompts,
-        drafter=drafter,
-        sampling=SamplingParams(max_new_tokens=NUM_TOKENS),
-        batch_size=batch_size,
-    )
+    sampling = [SamplingParams(max_new_tokens=n) for _, n in zip(prompts, cycle(ANSWER_LENGTHS), strict=False)]
+    got = generate(target, prompts, drafter=drafter, sampling=sampling, batch_size=batch_size)
     assert len(prompts) >= 24
     assert [c.token_ids for c in got] == expected
     # What drafts save of one prompt's passes, at the least; in a batch the cost guard may draft less, or nothing.

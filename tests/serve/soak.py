@@ -265,9 +265,10 @@ def main(
     command = [sys.executable, "-m", "selfspec", "serve", "--target", target, "--device", "cpu", "--port", "0"]
     command += ["--served-name", "soaked", "--max-batch", str(MAX_BATCH), "--max-waiting", str(MAX_WAITING)]
     command += ["--cache-tokens", str(cache_tokens), *(word for name in drafters for word in ("--drafter", name))]
-    expected = make_cases(Target.from_pretrained(target, device="cpu"), cases)
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
+        # While the server loads.
+        expected = make_cases(Target.from_pretrained(target, device="cpu"), cases)
         assert server.stdout is not None
         line = server.stdout.readline()
         if " serves " not in line:

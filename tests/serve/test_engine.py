@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -256,8 +255,11 @@ def test_cancelling_frees_every_block_within_a_step(make_engine: MakeEngine, whe
         assert has_begun.wait(10)
     prompt = [5] * 2000 if when == "prefill" else PROMPTS[1]
     handle = engine.submit([Request(prompt, endless)], lambda event: (events.append(event), has_begun.set()))
-    while not (has_begun.is_set() if when != "prefill" else engine.num_used_blocks):
-        time.sleep(0.001)
+    if when == "prefill":
+        while not engine.call(lambda: engine.num_used_blocks):
+            pass
+    else:
+        assert has_begun.wait(10)
     handle.cancel()
     # A task posted now runs before the next step, and after the cancellation.
     left = engine.call(lambda: [s.request.prompt_ids for s in engine._streams])
@@ -266,7 +268,8 @@ def test_cancelling_frees_every_block_within_a_step(make_engine: MakeEngine, whe
         first.cancel()
     assert engine.call(lambda: engine.num_used_blocks) == 0
     num_events = len(events)
-    time.sleep(0.05)
+    # Ten more steps, in which an event would have come.
+    answers(engine.stream([Request(PROMPTS[2], SamplingParams(max_new_tokens=10, ignore_eos=True))], drafter="none"))
     assert len(events) == num_events, "an event after the cancellation"
     handle.cancel()
 
@@ -398,7 +401,7 @@ def test_drafters_come_and_go_under_load(make_engine: MakeEngine, expected: list
             engine.load(make, "extra")
         extra = pool.submit(lambda: answers(engine.stream(requests(), drafter="extra")))
         while not any(s.row.blocks for s in engine.call(lambda: engine._scheduler.sequences_of(engine._groups["extra"]))):
-            time.sleep(0.001)
+            pass
         engine.unload("extra")
         assert_as_expected(run.result(), expected)
         assert_as_expected(extra.result(), expected)
