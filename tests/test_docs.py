@@ -58,9 +58,8 @@ def dead_links(page: Path) -> set[str]:
 def missing_paths(text: str) -> set[str]:
     """Files and folders of the project that a text names, in prose and in commands, and that do not exist."""
     folders = "|".join(FOLDERS)
-    whole = re.findall(
-        rf"(?<![\w/.-])((?:{folders})/[\w/.-]*(?:\.(?:py|md|yaml|jsonl|json|toml|txt|css|png)\b|/(?=`)))", text
-    )
+    endings = "py|md|yaml|jsonl|json|toml|txt|css|png"
+    whole = re.findall(rf"(?<![\w/.-])((?:{folders})/[\w/.-]*(?:\.(?:{endings})\b|/(?=`)))", text)
     missing = {path for path in whole if PLACEHOLDER not in path and not (ROOT / path).exists()}
     bare = set(re.findall(r"`([a-z]\w*\.py)`", text))
     return missing | {name for name in bare if not any(any((ROOT / folder).rglob(name)) for folder in FOLDERS)}

@@ -134,7 +134,8 @@ class EarlyExitDrafter(Drafter):
 
     def commit(self, batch: Batch, proposal: Proposal, outcome: Outcome) -> None:
         """Keep the accepted path's hidden states, which wait to be entered; the root's may have been entered already."""
-        taken = outcome.features[self.exit_layer]
+        # A copy, because a graph's next run overwrites what its last one gave.
+        taken = outcome.features[self.exit_layer].clone()
         for b, (sequence, count) in enumerate(zip(batch.sequences, outcome.num_new, strict=True)):
             row = self._rows[sequence]
             num_missing = sequence.row.length - row.cache_row.length - len(row.pending)

@@ -10,7 +10,6 @@ import copy
 import itertools
 import json
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from support import eagle_head, identity, random_prompts, tiny_model, tiny_targe
 from selfspec import SamplingParams, Target, generate
 from selfspec.drafters.eagle import EagleDrafter
 from selfspec.drafters.medusa import MedusaDrafter
-from selfspec.heads.base import DraftHead, TargetIdentity
+from selfspec.heads.base import DraftHead, TargetIdentity, installed_version
 from selfspec.heads.eagle import Eagle1Config, Eagle1Head, EagleHead
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
 from selfspec.loop.batch import Batch
@@ -405,17 +404,17 @@ def test_loading_is_strict(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written_by", "is_newer"), [("0.0.9", False), (version("selfspec"), False), ("0.10.0", True), ("99", True)]
+    ("written_by", "is_newer"), [("0.0.9", False), (installed_version(), False), ("0.10.0", True), ("99", True)]
 )
 @pytest.mark.parametrize("place", ["head", "target"])
 def test_a_key_of_a_newer_version_names_that_version(place: str, written_by: str, is_newer: bool, tmp_path: Path) -> None:
     reduced_head(tiny_target("llama")).save_pretrained(tmp_path)
     record = json.loads((tmp_path / "config.json").read_text())
-    assert record["selfspec_version"] == version("selfspec")
+    assert record["selfspec_version"] == installed_version()
     record["selfspec_version"] = written_by
     (record if place == "head" else record["target"])["wings"] = 2
     (tmp_path / "config.json").write_text(json.dumps(record))
-    advice = f"; selfspec {written_by} wrote it and this is version {version('selfspec')}, so update selfspec"
+    advice = f"; selfspec {written_by} wrote it and this is version {installed_version()}, so update selfspec"
     with pytest.raises(ValueError, match=rf"has unknown keys: wings{advice if is_newer else ''}$"):
         EagleHead.from_pretrained(tmp_path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +207,27 @@ def test_early_exit_works_off_what_piled_up_while_nothing_was_drafted(monkeypatc
     drafted = generate(target, prompts, drafter=drafter, sampling=sampling, batch_size=2, use_cost_guard=False)
     assert [completion.token_ids for completion in drafted] == plain
     assert max(waiting) <= 16
+
+
+def test_early_exit_drafts_the_same_by_graphs_after_steps_without_drafts() -> None:
+    """What waits from an undrafted step stays what it was, though a graph's next run overwrites its results."""
+    trees: list[dict[int, list[list[int]]]] = []
+    for is_rehearsed in (False, True):
+        target = tiny_target("llama")
+        drafter = EarlyExitDrafter(target, exit_head(target, 1, 2), num_draft_tokens=3, width=2, num_nodes=8)
+        if is_rehearsed:
+            target.passes.graphs = Graphs(target.device, is_rehearsal=True)
+        found: dict[int, list[list[int]]] = {}
+        propose, steps = drafter.propose, itertools.count()
+
+        def seldom(batch: Any, num_draft_tokens: int) -> Proposal:
+            proposal = propose(batch, 3 if next(steps) % 4 == 3 else 0)  # noqa: B023
+            if proposal.tree.num_nodes > 1:
+                found[batch.sequences[0].num_tokens] = proposal.tree.tokens.tolist()  # noqa: B023
+            return proposal
+
+        drafter.propose = seldom  # type: ignore[method-assign]
+        sampling = SamplingParams(max_new_tokens=60, ignore_eos=True)
+        generate(target, random_prompts(1, (9, 9)), drafter=drafter, sampling=sampling, use_cost_guard=False)
+        trees.append(found)
+    assert len(trees[0]) > 5 and trees[0] == trees[1]
