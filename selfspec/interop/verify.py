@@ -180,7 +180,8 @@ def _drafts(head: DraftHead, target: Target, text: Text) -> torch.Tensor:
     if isinstance(head, MedusaHead):
         logits = head(features[0][0, before], embed(text.ids[0, text.roots]), lm_head, min(DEPTH, head.config.num_heads))
         return logits.argmax(-1)
-    assert isinstance(head, EagleHead | Eagle1Head)
+    if not isinstance(head, EagleHead | Eagle1Head):
+        raise ValueError(f"{head.config.head_type} heads cannot be verified: Medusa and EAGLE heads can")
     attend = unrolled_attention(text.positions, head.config.head_dim**-0.5, DEPTH)
     hidden, drafts = head.fuse(features), []
     for d in range(DEPTH):

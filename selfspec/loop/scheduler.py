@@ -10,6 +10,7 @@ position.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from selfspec.cache.kv import KVCache
     from selfspec.loop.drafter import Drafter
     from selfspec.model.target import Target
+
+logger = logging.getLogger(__name__)
 
 # After this many rounds in a row that entered prompts, one enters none, because only such a round shows what a step costs.
 MAX_MIXED_ROUNDS = 8
@@ -102,9 +105,11 @@ class Scheduler:
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence wherever it is, and free what it holds. Does nothing if it has ended already."""
         if sequence in self._homes:
-            self._vacate(sequence)
-            del self._homes[sequence]
-            self._is_crowded = False
+            try:
+                self._vacate(sequence)
+            finally:
+                del self._homes[sequence]
+                self._is_crowded = False
 
     def move(self, sequence: Sequence, group: Group) -> None:
         """Hand a sequence over to another group: it goes to the head of the queue and keeps what it has emitted."""
@@ -206,13 +211,21 @@ class Scheduler:
                     # Tokens accepted after the end are not part of the text.
                     self.cache.rewind(sequence.row, len(prefix))
                     self.cache.publish(sequence.row, prefix)
-                group.drafter.retire(sequence)
+                _retire(group.drafter, sequence)
             elif self._prefill is not None and self._prefill.sequence is sequence:
                 self._prefill = None
             else:
                 self.waiting.remove(sequence)
         finally:
             self.cache.release(sequence.row)
+
+
+def _retire(drafter: Drafter, sequence: Sequence) -> None:
+    """Have a drafter drop a sequence's state. If it cannot, the sequence leaves all the same."""
+    try:
+        drafter.retire(sequence)
+    except Exception:
+        logger.exception("drafter %s failed to drop the state of a sequence that ended", drafter.name)
 
 
 def _raise(failure: StageError, sequences: list[Sequence]) -> None:
