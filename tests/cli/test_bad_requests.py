@@ -62,6 +62,8 @@ COMMANDS = {
     "bench": ({}, "--drafters"),
     "bench-engine": ({}, "--drafter"),
 }
+# Command -> what it needs, and the extra that brings it.
+EXTRAS = {"serve": ("fastapi", "serve"), "app": ("gradio", "app")}
 TABLE = [
     (command, name, case)
     for command, (sampling, drafter) in COMMANDS.items()
@@ -86,6 +88,12 @@ def refuse(tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
 
     def refuse(command: str, *args: object, code: int = 1) -> str:
+        # Without its extra a command says so before it looks at anything else.
+        if command in EXTRAS and code == 1:
+            package, extra = EXTRAS[command]
+            pytest.importorskip(package, reason=f"{command} needs {package}: pip install 'selfspec[{extra}]'")
+        if "--adapter" in args:
+            pytest.importorskip("peft", reason="adapters need peft: pip install 'selfspec[lora]'")
         before = sorted(tmp_path.rglob("*"))
         target = [] if command in ("fetch", "doctor") else ["--target", tiny_target_dir]
         result = CliRunner().invoke(app, [command, *map(str, [*target, *args])], input="the cat\n")
