@@ -78,13 +78,26 @@ class Eagle1Config(HeadConfig):
 
     @staticmethod
     def layer_shape(config: Any) -> dict[str, Any]:
-        """The shape of the target's own layers, from its transformers text config."""
+        """The shape of the target's own layers, from its transformers text config, and its rotary schedule.
+
+        A target whose layers alternate between two schedules gives the one of its full attention. One whose schedule depends
+        on the text's length gives the plain one.
+        """
+        names = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+        inner = next((size for name in names if (size := getattr(config, name, None))), 4 * config.hidden_size)
+        num_heads = config.num_attention_heads
+        rope = dict(getattr(config, "rope_parameters", None) or {})
+        if isinstance(rope.get("full_attention"), dict):
+            rope = dict(rope["full_attention"])
+        theta, kind = float(rope.pop("rope_theta", 10000.0)), rope.get("rope_type", "default")
+        scaling = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
         return {
-            "intermediate_size": config.intermediate_size,
-            "num_heads": config.num_attention_heads,
-            "num_kv_heads": getattr(config, "num_key_value_heads", config.num_attention_heads),
-            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            "rope_theta": (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0),
+            "intermediate_size": inner,
+            "num_heads": num_heads,
+            "num_kv_heads": getattr(config, "num_key_value_heads", None) or num_heads,
+            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+            "rope_theta": theta,
+            "rope_scaling": scaling if kind in ROPE_SCALINGS else None,
             "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-5),
         }
 

@@ -22,6 +22,10 @@ def _is_token_id(value: object) -> bool:
     return (_is_whole(value) or (isinstance(value, str) and value.isdecimal())) and int(value) >= 0  # type: ignore[call-overload]
 
 
+# Lower temperatures are greedy.
+MIN_TEMPERATURE = 1e-30
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen and when a sequence ends.
@@ -80,6 +84,9 @@ class SamplingParams:
         check("stop", lambda x: all(isinstance(s, str) and s for s in x), "strings that are not empty")
         check("stop_token_ids", lambda x: all(map(_is_token_id, x)), "token ids of at least 0")
         check("n", lambda x: _is_whole(x) and x >= 1, "a whole number of at least 1")
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            # Float32 cannot divide logits by it, and no draw would differ from the likeliest token.
+            object.__setattr__(self, "temperature", 0.0)
         # Normal forms, because equal settings must compare and hash equal, and nothing outside may change them.
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(int(token_id) for token_id in self.stop_token_ids))

@@ -9,7 +9,7 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from selfspec.cache.blocks import CacheRow
 from selfspec.cache.kv import KVShape
@@ -77,6 +77,7 @@ def adopt(target: Target) -> tuple[KVShape, int]:
     if len(shapes) != 1:
         raise ValueError(f"{kind} has key-value states of several shapes ({sorted(shapes)}), which selfspec does not serve")
     target.kv_shape = KVShape(num_layers, *shapes.pop())
+    _check_windows(target, probe)
 
     # The root, its child, a sibling that no other node may see, and the child's child.
     nodes = torch.stack([tokens[3], tokens[4], (tokens[5] + 1) % limit, tokens[5]])[None]
@@ -87,13 +88,13 @@ def adopt(target: Target) -> tuple[KVShape, int]:
         target.prefill(prefix, row, cache)
         return target.verify(tree, [row], cache).logits[0, [0, 1, 3]].float()
 
-    gap = _gap(served(tokens[:3]), plain)
+    own = served(prefix)
+    gap = max(_gap(served(tokens[:3]), plain), _gap(own, plain_far))
     # Float32 agrees to about 1e-6. Low precision rounds differently along two paths, and experts may switch.
     if not gap < (1e-3 if target.dtype == torch.float32 else 0.2):
         raise ValueError(
             f"{kind} gives different logits in a tree pass and in a plain one (relative gap {gap:.2g}): it cannot be served"
         )
-    own = served(prefix)
     if (undo := fuse_layers(list(decoder_layers(model)[1]), probe.options)) is not None:
         # Fused layers round at other places. How far this model lets rounding grow shows in the gap to `plain_far`.
         most = 1e-4 if target.dtype == torch.float32 else max(0.02, 2 * _gap(own, plain_far))
@@ -101,6 +102,43 @@ def adopt(target: Target) -> tuple[KVShape, int]:
             undo()
             logger.warning("%s: fused layers give other logits (relative gap %.2g), so its own layers run", kind, gap)
     return target.kv_shape, plain.shape[-1]
+
+
+def _check_windows(target: Target, probe: TreePass) -> None:
+    """Refuse a family that keeps its sliding window to the mask it builds: selfspec builds masks of its own.
+
+    Raises:
+        ValueError: the sentence names the family.
+    """
+    config = target.config
+    window = getattr(config, "sliding_window", None)
+    if not window or getattr(config, "use_sliding_window", None) is False or window >= target.context_length:
+        return
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * len(probe.options)
+    for layer, options in probe.options.items():
+        if types[layer] == "sliding_attention" and options.sliding_window is None:
+            raise ValueError(
+                f"{config.model_type} applies its sliding window of {window} tokens in its mask alone, which selfspec does "
+                "not read: it cannot be served with this window"
+            )
+
+
+def fixed_context(config: PretrainedConfig) -> tuple[int | None, str]:
+    """The longest context within which a model's rotary table stays the same, and the kind of table; None for any length.
+
+    `longrope` and `dynamic` choose the table by the longest text in a pass, so beyond that length a row's tokens would
+    depend on its neighbours.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    tables = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    for table in tables:
+        kind = table.get("rope_type")
+        if kind in ("longrope", "dynamic"):
+            original = table.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            return int(original or config.max_position_embeddings), kind
+    return None, ""
 
 
 def _probe(target: Target, tokens: torch.Tensor) -> TreePass:

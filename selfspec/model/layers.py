@@ -111,7 +111,8 @@ def with_layers(
         for name in ("_modules", "_parameters", "_buffers", *HOOK_DICTS):
             twin.__dict__[name] = copy.copy(module.__dict__[name])
         if hasattr(twin, "config"):
-            twin.config = text_config
+            # A wrapper around a text model has a configuration of its own.
+            twin.config = config if module.config is model.config else text_config
         return twin
 
     top = clone(model)

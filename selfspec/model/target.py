@@ -8,6 +8,7 @@ Invariant, checked on every model at load: a node's logits equal those of the pl
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,12 +24,14 @@ from transformers import PreTrainedModel
 from selfspec.cache.blocks import CacheRow
 from selfspec.cache.kv import KVCache, KVShape, Places
 from selfspec.model.attention import TreePass
-from selfspec.model.checks import adopt, check_model
+from selfspec.model.checks import adopt, check_model, fixed_context
 from selfspec.model.layers import decoder_layers, with_layers
 from selfspec.model.load import load_model
 from selfspec.model.output import LogitShape
 from selfspec.model.passes import Passes
 from selfspec.tree import CandidateTree, chain
+
+logger = logging.getLogger(__name__)
 
 # A feature is named by transformers' numbering: k is the hidden state entering layer k (0 = embeddings, L = the last
 # layer's output before the final norm), FINAL the one after the final norm.
@@ -72,6 +75,15 @@ class Target:
         self.device = model.device
         self.dtype = model.dtype
         self.context_length: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
+        longest, kind = fixed_context(self.config)
+        if longest is not None and longest < self.context_length:
+            logger.warning(
+                "%s: its %s rotary table changes beyond %d tokens, so contexts are limited to that",
+                self.name,
+                kind,
+                longest,
+            )
+            self.context_length = longest
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
         # A ready-made mask, because the model would otherwise build its own.
         self.mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
@@ -81,6 +93,8 @@ class Target:
         self.passes = Passes()
         self.kv_shape: KVShape
         self.kv_shape, self.vocab_size = adopt(self)
+        # A resized model's configuration may name ends that it has no logits for.
+        self.eos_token_ids = tuple(token for token in self.eos_token_ids if 0 <= token < self.vocab_size)
         self.passes = Passes.on(self.device)
 
     @classmethod
