@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 import transformers
 from support import COMMON, MOE, VOCAB_SIZE, eagle_head, tiny_model, tiny_target
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from selfspec import SamplingParams, Target, generate, load_drafter
+from selfspec import SamplingParams, Target, generate, load_drafter, stream
 from selfspec.drafters import EagleDrafter, drafter_of
 from selfspec.engine import SpecEngine
 from selfspec.heads.eagle import EagleConfig
@@ -216,3 +218,74 @@ def test_hidden_states_of_packed_texts_are_those_of_the_texts_alone() -> None:
     packed = target.hidden_states(torch.cat([first, second])[None], positions, (FINAL,))[FINAL][0, 21:]
     alone = target.hidden_states(second[None], torch.arange(27)[None], (FINAL,))[FINAL][0]
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+
+
+# An answer's first space.
+
+
+@pytest.fixture(scope="module")
+def spaces_in_front() -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer as Llama 2 has: a word carries the space before it, and decoding drops one space at the very beginning."""
+    words = [
+        "hello",
+        "world",
+        "that",
+        "is",
+        "nice",
+        "it",
+        "was",
+        "not",
+        "true",
+        "one",
+        "two",
+        "three",
+        "the",
+        "cat",
+        "sat",
+        "on",
+        "a",
+        "mat",
+    ]
+    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    texts = [" ".join(words[i % len(words)] for i in range(j, j + 9)) for j in range(200)]
+    backend.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=360, special_tokens=specials, show_progress=False))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    record = json.loads(backend.to_str())
+    # Bytes are ordinary tokens.
+    record["added_tokens"] = record["added_tokens"][:3]
+    backend = Tokenizer.from_str(json.dumps(record))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def test_prompt_and_answer_joined_are_the_text(spaces_in_front: transformers.PreTrainedTokenizerFast) -> None:
+    """The answer begins with its space, streamed or whole, and a stop string that begins with one is found."""
+    model = tiny_model("llama", vocab_size=len(spaces_in_front))
+    target = Target(model, spaces_in_front)
+    word = spaces_in_front.convert_tokens_to_ids("▁that")
+    forced = SamplingParams(max_new_tokens=3, logit_bias={word: 100.0}, ignore_eos=True)
+    [completion] = generate(target, ["hello world"], sampling=forced)
+    assert completion.token_ids == [word] * 3 and completion.text == " that that that"
+    pieces = [event.text for event in stream(target, "hello world", sampling=forced)]
+    assert "".join(pieces) == completion.text and pieces[0] == " that"
+    [stopped] = generate(target, ["hello world"], sampling=forced.with_(stop=(" that",)))
+    assert (stopped.text, len(stopped.token_ids), stopped.finish_reason) == ("", 1, "stop")
+
+
+def test_half_a_character_of_the_prompt_is_no_part_of_the_answer(
+    spaces_in_front: transformers.PreTrainedTokenizerFast,
+) -> None:
+    halves = [spaces_in_front.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "é".encode()]
+    model = tiny_model("llama", vocab_size=len(spaces_in_front))
+    target = Target(model, spaces_in_front)
+    word = spaces_in_front.convert_tokens_to_ids("▁that")
+    prompt = [*spaces_in_front("hello").input_ids, halves[0]]
+    forced = SamplingParams(max_new_tokens=2, logit_bias={word: 100.0}, ignore_eos=True)
+    [completion] = generate(target, [prompt], sampling=forced)
+    assert completion.text == "that that"

@@ -114,7 +114,7 @@ def open_sequence(target: Target, request: Request, row: CacheRow, *, cache_toke
     return Sequence(
         request=request,
         row=row,
-        text_stream=TextStream(target.tokenizer, sampling.stop),
+        text_stream=TextStream(target.tokenizer, sampling.stop, context=request.prompt_ids),
         key=sample_key(seed, request.sample_index),
         max_tokens=min(sampling.max_new_tokens, room),
         eos_token_ids=frozenset(ends),

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+# As many ids of the context are decoded with the first ids of the text.
+MAX_CONTEXT = 8
+
 
 class TextStream:
     """Incremental detokenisation of one sequence.
@@ -15,17 +18,23 @@ class TextStream:
     Args:
         tokenizer: anything with transformers' `decode(ids, skip_special_tokens=True)`; None for no text at all.
         stop: strings that end the text.
+        context: ids that come before the text, of which the last few are enough. Many tokenizers drop a space at the very
+            beginning, and an answer's first space is not at the beginning.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, context: Sequence[int] = ()) -> None:
         if tokenizer is None and stop:
             raise ValueError(f"stop={tuple(stop)!r} needs a tokenizer, and this target has none: use stop_token_ids")
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self._ids: list[int] = []
-        # Only ids from `_start` on are decoded again. The text has those up to `_known`, and `_num_ahead` characters more.
+        self._ids: list[int] = list(context[-MAX_CONTEXT:]) if tokenizer is not None else []
+        if self._ids and self._decode(self._ids).endswith("\ufffd"):
+            # The context ends within a character, so it cannot be told apart from what follows.
+            self._ids = []
+        # Only ids from `_start` on are decoded again. The context and the text have those up to `_known`, and the text has
+        # `_num_ahead` characters more.
         self._start = 0
-        self._known = 0
+        self._known = len(self._ids)
         self._num_ahead = 0
         self.text = ""
         self._num_taken = 0
