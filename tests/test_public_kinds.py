@@ -14,12 +14,15 @@ from support import COMMON, MOE, VOCAB_SIZE, eagle_head, tiny_model, tiny_target
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from selfspec import SamplingParams, Target, generate, load_drafter, stream
+from selfspec.api import completion_of
 from selfspec.drafters import EagleDrafter, drafter_of
 from selfspec.engine import SpecEngine
 from selfspec.heads.eagle import EagleConfig
+from selfspec.loop.decode import decode
 from selfspec.loop.sequence import Request
 from selfspec.model.layers import decoder_layers
 from selfspec.model.target import FINAL
+from selfspec.traffic.masking import render
 
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
 
@@ -289,3 +292,65 @@ def test_half_a_character_of_the_prompt_is_no_part_of_the_answer(
     forced = SamplingParams(max_new_tokens=2, logit_bias={word: 100.0}, ignore_eos=True)
     [completion] = generate(target, [prompt], sampling=forced)
     assert completion.text == "that that"
+
+
+# Names of tokens, and calls of tools.
+
+
+def test_token_names_joined_are_the_text(spaces_in_front: transformers.PreTrainedTokenizerFast) -> None:
+    """As the server's log-probabilities have them: each with its space, none under another's name, each at its offset."""
+    pytest.importorskip("fastapi", reason="the server's answers need fastapi: pip install 'selfspec[serve]'")
+    from selfspec.serve.answers import CompletionAnswer
+
+    target = Target(tiny_model("llama", vocab_size=len(spaces_in_front)), spaces_in_front)
+    no_bytes = dict.fromkeys(range(3, 259), -100.0)
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True, logprobs=True, logit_bias=no_bytes)
+    [*_, step] = decode(target, [Request(target.encode("hello"), sampling, num_top_logprobs=20)])
+    completion = completion_of(step.finished[0])
+    answer = CompletionAnswer("id", "m", spaces_in_front, 1, "none")
+    record = answer.choice(0, completion)
+    names, offsets = record["logprobs"]["tokens"], record["logprobs"]["text_offset"]
+    ordinary = [name for name, token in zip(names, completion.token_ids, strict=True) if token > 2]
+    assert "".join(ordinary) == completion.text and any(name.startswith(" ") for name in names)
+    for name, offset, token in zip(names, offsets, completion.token_ids, strict=True):
+        assert token <= 2 or completion.text.startswith(name, offset)
+    words = range(259, len(spaces_in_front))
+    assert len({answer._name(token) for token in words}) == len(words), "no two words have one name"
+
+
+TOOLS = """{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function.name }}(
+{%- if quoted %}{{ c.function.arguments | tojson }}{% else %}
+{%- for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}{% endif %}){% endfor %}
+{%- else %}{{ m.content }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize(("style", "expected"), [("true", 'weather({"city": "Paris"})'), ("false", "weather(city=Paris;)")])
+def test_arguments_of_tool_calls_reach_the_template_as_objects(
+    style: str, expected: str, tiny_tokenizer: transformers.PreTrainedTokenizerFast
+) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = "{% set quoted = " + style + " %}" + TOOLS
+    target = Target(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "18 C"},
+    ]
+    assert expected in tokenizer.decode(target.encode(messages))
+    assert expected in render(tokenizer, messages)
+    assert call["function"]["arguments"] == '{"city": "Paris"}', "the caller's messages stay as they were"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"), ("{{ 1 + 'a' }}", "TypeError: unsupported operand")],
+)
+def test_a_template_that_fails_is_told_in_its_own_words(
+    template: str, words: str, tiny_tokenizer: transformers.PreTrainedTokenizerFast
+) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = template
+    target = Target(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
+    with pytest.raises(ValueError, match=f"the model's chat template fails on these messages: {words}"):
+        target.encode([{"role": "user", "content": "Hi"}])

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import nn
 from transformers import PreTrainedModel
 
 from selfspec.cache.blocks import CacheRow
 from selfspec.cache.kv import KVCache, KVShape, Places
 from selfspec.model.attention import TreePass
+from selfspec.model.chat import for_template
 from selfspec.model.checks import adopt, check_model, fixed_context
 from selfspec.model.layers import decoder_layers, with_layers
 from selfspec.model.load import load_model
@@ -171,8 +173,16 @@ class Target:
         torch.distributed.broadcast(shared, group=group, group_src=0)
         return shared.tolist()
 
-    def encode(self, prompt: str | Sequence[dict[str, str]]) -> list[int]:
-        """The token ids of raw text, or of chat messages by the chat template, which ends with the assistant's header."""
+    def encode(self, prompt: str | Sequence[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """The token ids of raw text, or of chat messages by the chat template, which ends with the assistant's header.
+
+        Args:
+            tools: what the model may call, for messages: OpenAI's definitions.
+
+        Raises:
+            ValueError: the target cannot read such a prompt, or its template fails on it.
+            jinja2.TemplateError: the template refuses the messages in its own words.
+        """
         if self.tokenizer is None:
             raise ValueError("this target has no tokenizer: pass token ids")
         texts = [prompt] if isinstance(prompt, str) else [str(value) for message in prompt for value in message.values()]
@@ -182,8 +192,17 @@ class Target:
             return list(self.tokenizer(prompt).input_ids)
         if not self.tokenizer.chat_template:
             raise ValueError(f"{self.name} has no chat template: pass the prompt as raw text")
-        encoded = self.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
-        return list(encoded["input_ids"])
+        messages = for_template(prompt)
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        except TemplateError:
+            raise
+        except Exception as error:
+            # A template is a program, which may meet anything.
+            raise ValueError(
+                f"the model's chat template fails on these messages: {type(error).__name__}: {error}"
+            ) from error
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     @torch.inference_mode()
     def prefill(

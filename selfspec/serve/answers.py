@@ -71,6 +71,11 @@ class Answer(ABC):
         self.num_samples = num_samples
         self.drafter = drafter
         self._tokenizer = tokenizer
+        self._special_ids = frozenset(tokenizer.all_special_ids)
+        # An ordinary token that makes whole characters, after which others are decoded.
+        ids = (i for i in range(len(tokenizer)) if i not in self._special_ids)
+        self._anchor = next((i for i in ids if tokenizer.decode([i]).isalpha()), 0)
+        self._anchor_text = tokenizer.decode([self._anchor])
 
     def choice_index(self, request: Request) -> int:
         return request.index * self.num_samples + request.sample_index
@@ -97,7 +102,13 @@ class Answer(ABC):
         """What an event adds to its choice."""
 
     def _name(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id])
+        """The text that a token makes within a text: many tokenizers drop a space at the very beginning."""
+        whole = self._tokenizer.decode([self._anchor, token_id])
+        return whole[len(self._anchor_text) :] if whole.startswith(self._anchor_text) else self._tokenizer.decode([token_id])
+
+    def _length(self, token_id: int) -> int:
+        """How many characters of the answer's text a token makes; special tokens are no part of it."""
+        return 0 if token_id in self._special_ids else len(self._name(token_id))
 
 
 class ChatAnswer(Answer):
@@ -170,9 +181,9 @@ class CompletionAnswer(Answer):
             return None
         names = [self._name(token_id) for token_id in token_ids]
         offsets = []
-        for name in names:
+        for token_id in token_ids:
             offsets.append(self._offsets.get(index, 0))
-            self._offsets[index] = offsets[-1] + len(name)
+            self._offsets[index] = offsets[-1] + self._length(token_id)
         # Tokens may share a name (most are parts of characters). The likeliest comes last here, so it stays.
         tops = [{self._name(token_id): logprob for token_id, logprob in reversed(entries)} for entries in top or []]
         return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops or None, "text_offset": offsets}

@@ -241,12 +241,7 @@ def _requests(
 
 def _encode_chat(target: Target, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
     try:
-        prompt: Any = messages
-        if tools:
-            prompt = target.tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, return_dict=True
-            )["input_ids"]
-        return encode(target, prompt, 0)
+        return encode(target, target.encode(messages, tools=tools), 0)
     except jinja2.TemplateError as error:
         raise ApiError(400, f"the model's chat template refuses these messages: {error}", param="messages") from error
     except ValueError as error:

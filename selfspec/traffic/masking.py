@@ -15,6 +15,7 @@ from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
+from selfspec.model.chat import for_template
 from selfspec.traffic.conversations import BadRow, Conversation, Message, Report
 
 # Stands for a message, to see what a template puts around one.
@@ -100,7 +101,7 @@ def answer_turns(conversation: Conversation, tokenizer: Any) -> list[Turn]:
 def render(tokenizer: Any, messages: list[Message], *, add_generation_prompt: bool = False) -> str:
     """The messages in the chat template's form."""
     _check_chat_template(tokenizer)
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    return tokenizer.apply_chat_template(for_template(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
 
 
 def closing_after(tokenizer: Any, messages: list[Message], role: str) -> str:
