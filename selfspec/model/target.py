@@ -187,7 +187,7 @@ class Target:
             raise ValueError("this target has no tokenizer: pass token ids")
         texts = [prompt] if isinstance(prompt, str) else [str(value) for message in prompt for value in message.values()]
         if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
-            raise ValueError("the prompt has half a character (a lone surrogate): send whole Unicode text")
+            raise ValueError("the prompt has half a character (a lone surrogate): send valid Unicode")
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt).input_ids)
         if not self.tokenizer.chat_template:
