@@ -194,7 +194,7 @@ class Target:
             raise ValueError(f"{self.name} has no chat template: pass the prompt as raw text")
         messages = for_template(prompt)
         try:
-            text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+            encoded = self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=True)
         except TemplateError:
             raise
         except Exception as error:
@@ -202,7 +202,7 @@ class Target:
             raise ValueError(
                 f"the model's chat template fails on these messages: {type(error).__name__}: {error}"
             ) from error
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        return list(encoded["input_ids"])
 
     @torch.inference_mode()
     def prefill(
