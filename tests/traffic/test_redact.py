@@ -101,7 +101,7 @@ def test_benchmark_prompts_raise_no_false_alarm(patterns: Redactor) -> None:
 def test_no_list_of_domains_is_fetched(monkeypatch) -> None:
     monkeypatch.setattr("requests.Session.send", lambda *args, **kwargs: pytest.fail("the network was asked"))
     # What was read once is kept as long as the module is.
-    fresh = module_at(ROOT / "selfspec" / "train" / "redact.py")
+    fresh = module_at(ROOT / "selfspec" / "traffic" / "redact.py")
     assert fresh.Redactor().text("bob@example.com") == "<EMAIL_ADDRESS>"
 
 
