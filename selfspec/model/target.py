@@ -186,8 +186,10 @@ class Target:
         if self.tokenizer is None:
             raise ValueError("this target has no tokenizer: pass token ids")
         texts = [prompt] if isinstance(prompt, str) else [str(value) for message in prompt for value in message.values()]
-        if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
-            raise ValueError("the prompt has half a character (a lone surrogate): send valid Unicode")
+        try:
+            "".join(texts).encode()
+        except UnicodeEncodeError:
+            raise ValueError("the prompt has half a character (a lone surrogate): send valid Unicode") from None
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt).input_ids)
         if not self.tokenizer.chat_template:

@@ -7,6 +7,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from starlette.responses import Response
@@ -53,6 +54,15 @@ class Events:
             self._handle.cancel()
 
 
+@lru_cache(maxsize=4)
+def _naming(tokenizer: Any) -> tuple[frozenset[int], int, str]:
+    """The special ids, and an ordinary token with its text that makes whole characters, after which others are decoded."""
+    special = frozenset(tokenizer.all_special_ids)
+    ids = (i for i in range(len(tokenizer)) if i not in special)
+    anchor = next((i for i in ids if tokenizer.decode([i]).isalpha()), 0)
+    return special, anchor, tokenizer.decode([anchor])
+
+
 class Answer(ABC):
     """The form of one call's answer.
 
@@ -71,11 +81,7 @@ class Answer(ABC):
         self.num_samples = num_samples
         self.drafter = drafter
         self._tokenizer = tokenizer
-        self._special_ids = frozenset(tokenizer.all_special_ids)
-        # An ordinary token that makes whole characters, after which others are decoded.
-        ids = (i for i in range(len(tokenizer)) if i not in self._special_ids)
-        self._anchor = next((i for i in ids if tokenizer.decode([i]).isalpha()), 0)
-        self._anchor_text = tokenizer.decode([self._anchor])
+        self._special_ids, self._anchor, self._anchor_text = _naming(tokenizer)
 
     def choice_index(self, request: Request) -> int:
         return request.index * self.num_samples + request.sample_index
