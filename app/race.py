@@ -45,7 +45,7 @@ class StepRecord:
 
     Attributes:
         at: seconds from the start of the answer, prefill included, to the end of this step.
-        draft_seconds, verify_seconds, accept_seconds, host_seconds: parts of the step; host is the loop's time between them.
+        draft_seconds, verify_seconds, commit_seconds, host_seconds: parts of the step; host is the loop's time between them.
         nodes: the candidate tree without padding, the root first.
         path: the accepted nodes, the root first.
         chosen: the target's own token at each node of the path, as text: the accepted drafts, then the bonus token.
@@ -56,7 +56,7 @@ class StepRecord:
     at: float
     draft_seconds: float
     verify_seconds: float
-    accept_seconds: float
+    commit_seconds: float
     host_seconds: float
     nodes: list[Node]
     path: list[int]
@@ -228,7 +228,7 @@ class Recorder:
             at=at,
             draft_seconds=parts.draft,
             verify_seconds=parts.verify,
-            accept_seconds=parts.commit,
+            commit_seconds=parts.commit,
             host_seconds=max(0.0, seconds - parts.draft - parts.verify - parts.commit),
             nodes=nodes,
             path=path,

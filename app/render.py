@@ -254,7 +254,7 @@ def step_line(steps: Sequence[StepRecord], number: int) -> str:
     """One step in a sentence."""
     step = steps[number]
     num_drafts = len(step.nodes) - 1
-    milliseconds = 1000 * (step.draft_seconds + step.verify_seconds + step.accept_seconds + step.host_seconds)
+    milliseconds = 1000 * (step.draft_seconds + step.verify_seconds + step.commit_seconds + step.host_seconds)
     return (
         f'<p class="hint"><b>Step {number + 1} of {len(steps)}</b>: {_count(num_drafts, "draft token")} in one target pass, '
         f"{step.num_accepted} accepted, {_count(len(step.token_ids), 'token')} emitted, {milliseconds:.0f} ms.</p>"
@@ -296,7 +296,7 @@ def _time(column: Column) -> str:
         "prefill": column.prefill_seconds,
         "draft": sum(step.draft_seconds for step in column.steps),
         "verify": sum(step.verify_seconds for step in column.steps),
-        "accept": sum(step.accept_seconds for step in column.steps),
+        "commit": sum(step.commit_seconds for step in column.steps),
         "host": sum(step.host_seconds for step in column.steps),
     }
     total = sum(parts.values())

@@ -11,6 +11,7 @@ https://arxiv.org/abs/2402.05109, go further and read every drafted token.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -94,17 +95,23 @@ class MedusaHead(DraftHead):
         return features + self.root_proj(self.root_norm(root_embeddings))
 
     def forward(
-        self, features: torch.Tensor, root_embeddings: torch.Tensor, lm_head: nn.Module, num_heads: int
+        self,
+        features: torch.Tensor,
+        root_embeddings: torch.Tensor,
+        lm_head: Callable[[torch.Tensor], torch.Tensor] | None,
+        num_heads: int,
     ) -> torch.Tensor:
         """Logits [..., K, V] for the tokens 2 … K + 1 positions after each feature's.
 
         Args:
             features: [..., E].
             root_embeddings: [..., E], the target's embedding of the token after each feature's.
+            lm_head: from states [..., K, E] to the target's logits [..., K, V]; not used by heads with output layers.
             num_heads: K, the number of heads to use, from the first.
         """
         inputs = self.inputs(features, root_embeddings)
         hidden = [head(inputs) for head in self.heads[:num_heads]]
-        if not self.outputs:
-            return lm_head(torch.stack(hidden, dim=-2))
-        return torch.stack([output(each) for output, each in zip(self.outputs, hidden, strict=False)], dim=-2)
+        if self.outputs:
+            return torch.stack([output(each) for output, each in zip(self.outputs, hidden, strict=False)], dim=-2)
+        assert lm_head is not None
+        return lm_head(torch.stack(hidden, dim=-2))

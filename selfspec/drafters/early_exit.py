@@ -78,8 +78,7 @@ class EarlyExitDrafter(Drafter):
         self.head = private_copy(head).to(target.device, target.dtype)
         lay_out(self.head)
         self._target = target
-        # Computed now, because it takes a pass of the model.
-        _ = target.logit_shape
+        self._logits_of = target.logits_of
         self._split = SplitTarget(target, self.exit_layer)
         self._blocks = self.head.student(target.model)
         self._cache = target.new_cache(replace(target.kv_shape, num_layers=len(head.config.blocks)))
@@ -108,7 +107,7 @@ class EarlyExitDrafter(Drafter):
         below: CandidateTree | None = None
         width_before = 1
         for depth in range(1, K + 1):
-            tokens, parent = grower.grow(self._target.logits_of(hidden))
+            tokens, parent = grower.grow(self._logits_of(hidden))
             nodes = append(nodes, tokens, parent, width_before=width_before, scores=grower.beam_scores)
             entered = self._split.enter(nodes, batch.rows, batch.cache, tokens.shape[1])
             drafted = torch.cat([drafted, entered], dim=1)

@@ -16,6 +16,7 @@ from torch import nn
 
 from selfspec.cache.kv import KVCache, Places
 from selfspec.heads.eagle import Eagle1Head, EagleHead
+from selfspec.kernels.jit import is_compiled_for
 from selfspec.kernels.linear import linear, linear_before_norm, normed_gated_linear, normed_linear
 from selfspec.kernels.rms_norm import rms_norm
 from selfspec.kernels.rotary import rotary_store
@@ -51,7 +52,7 @@ class EaglePass:
         """Whether the pass can run this head: all its parts are fused and of the kinds that the pass knows."""
         if not isinstance(head, EagleHead) or head.config.has_qk_norm or head.config.norm_before_residual:
             return False
-        if head.norm.weight.is_cuda and head.norm.weight.dtype == torch.float32:
+        if head.norm.weight.dtype == torch.float32 and is_compiled_for(head.norm.weight):
             return False
         layer = head.midlayer
         merged = [getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")]

@@ -56,8 +56,7 @@ class MedusaDrafter(Drafter):
         # Identifies this drafter in graph keys. Not `id()`, which Python reuses after an unload.
         self._serial = next(_SERIALS)
         self._target = target
-        # Computed now, because it takes a pass of the model.
-        _ = target.logit_shape
+        self._lm_head = None if head.config.has_output_layer else target.logits_of
         self.head = private_copy(head).to(target.device, target.dtype)
         lay_out(self.head)
         self._embed = target.model.get_input_embeddings()
@@ -96,7 +95,7 @@ class MedusaDrafter(Drafter):
     def _draft(self, hidden: torch.Tensor, roots: torch.Tensor, depth: int) -> CandidateTree:
         """The tree from features [B, E] and roots [B]. A function of tensors."""
         embedded = self._embed(roots)
-        log_probs = self.head(hidden, embedded, self._target.logits_of, depth).float().log_softmax(-1)  # [B, K, V]
+        log_probs = self.head(hidden, embedded, self._lm_head, depth).float().log_softmax(-1)  # [B, K, V]
         best = log_probs.topk(self.width, dim=-1)
         grower = TreeGrower(roots, width=self.num_nodes)
         beam = 1

@@ -355,21 +355,21 @@ class SpecEngine:
             num_preemptions = self._scheduler.num_preemptions
             steps = self._scheduler.round()
         for _ in range(self._scheduler.num_preemptions - num_preemptions):
-            self._tell("preempted")
+            self._tell(self.listener.preempted)
         for step in steps:
-            self._tell("stepped", step)
+            self._tell(self.listener.stepped, step)
             if step.tree.num_nodes > 1:
                 # It drafts again, so what went wrong before no longer counts.
                 self._health.forget(step.name)
             for sequence in step.sequences:
                 self._deliver(sequence)
 
-    def _tell(self, what: str, *args: Any, **options: Any) -> None:
-        """Tell the listener; its errors are only logged."""
+    def _tell(self, method: Callable[..., None], *args: Any, **options: Any) -> None:
+        """Call one of the listener's methods; its errors are only logged."""
         try:
-            getattr(self.listener, what)(*args, **options)
+            method(*args, **options)
         except Exception:
-            logger.exception("the engine's listener failed at %r", what)
+            logger.exception("the engine's listener failed at %r", method.__name__)
 
     def _start(self, handle: Handle, requests: Sequence_[Request], name: str) -> None:
         for request in requests:
@@ -380,7 +380,7 @@ class SpecEngine:
             except Exception as error:
                 # For instance, its grammar cannot begin.
                 self._close_one()
-                self._tell("failed", is_cancelled=False)
+                self._tell(self.listener.failed, is_cancelled=False)
                 self._send(handle, Event(request, error=error))
                 continue
             sequence.created = handle.created
@@ -392,7 +392,7 @@ class SpecEngine:
             if stream.handle is handle:
                 self._scheduler.cancel(sequence)
                 self._forget(sequence)
-                self._tell("failed", is_cancelled=True)
+                self._tell(self.listener.failed, is_cancelled=True)
 
     def _deliver(self, sequence: Sequence) -> None:
         """Send the caller what is new, and forget the sequence if it has ended."""
@@ -403,7 +403,7 @@ class SpecEngine:
         tokens = sequence.token_ids[stream.num_sent :]
         now = time.perf_counter()
         if tokens:
-            self._tell("emitted", len(tokens), now - stream.last_time, is_first=stream.num_sent == 0)
+            self._tell(self.listener.emitted, len(tokens), now - stream.last_time, is_first=stream.num_sent == 0)
             stream.last_time = now
         is_last = sequence.finish_reason is not None
         completion = completion_of(sequence) if is_last and sequence.error is None else None
@@ -420,10 +420,10 @@ class SpecEngine:
         if is_last:
             self._forget(sequence)
             if completion is None:
-                self._tell("failed", is_cancelled=False)
+                self._tell(self.listener.failed, is_cancelled=False)
             else:
                 self._recent.append(completion.seconds)
-                self._tell("finished", completion, now - stream.handle.created)
+                self._tell(self.listener.finished, completion, now - stream.handle.created)
         self._send(stream.handle, event)
 
     def _send(self, handle: Handle, event: Event) -> None:
@@ -452,7 +452,7 @@ class SpecEngine:
         if failure.stage is Stage.DRAFT and group is not self._plain:
             seconds = self._health.note_failure(group.name, failure.error)
             logger.warning("drafter %s failed and is left out for %.0f seconds", group.name, seconds, exc_info=failure.error)
-            self._tell("drafter_failed", group.name)
+            self._tell(self.listener.drafter_failed, group.name)
             # All its sequences, waiting ones too, in the order of arrival.
             sequences = self._scheduler.sequences_of(group)
         else:

@@ -17,7 +17,7 @@ from selfspec.cache.kv import KVCache
 from selfspec.loop.drafter import Drafter, NoDrafter
 from selfspec.loop.planner import Planner
 from selfspec.loop.scheduler import Scheduler
-from selfspec.loop.sequence import Request
+from selfspec.loop.sequence import Request, check_request
 from selfspec.loop.step import Step
 from selfspec.model.target import Target
 
@@ -46,12 +46,13 @@ def decode(
         waiting = iter(requests)
         try:
             while True:
-                # Not around the yields, because the caller would then run in inference mode and hold the target's lock.
+                while len(scheduler) < max_batch and (request := next(waiting, None)) is not None:
+                    check_request(target, request, cache_tokens=pool.max_tokens)
+                    scheduler.submit(request, group)
+                if not len(scheduler):
+                    return
+                # Not around the caller's code, which would then run in inference mode and hold the target's lock.
                 with target.lock, torch.inference_mode():
-                    while len(scheduler) < max_batch and (request := next(waiting, None)) is not None:
-                        scheduler.submit(request, group)
-                    if not len(scheduler):
-                        return
                     steps = scheduler.round()
                 for step in steps:
                     for sequence in step.finished:

@@ -92,11 +92,7 @@ class Scheduler:
         return [sequence for sequence, home in self._homes.items() if home is group]
 
     def submit(self, request: Request, group: Group) -> Sequence:
-        """Put a request at the end of the queue.
-
-        Raises:
-            ValueError: the request can never be served (see `check_request`).
-        """
+        """Put a request that passed `check_request` at the end of the queue."""
         sequence = open_sequence(self.target, request, self.cache.open_row(), cache_tokens=self.cache.max_tokens)
         self._homes[sequence] = group
         self.waiting.append(sequence)

@@ -242,7 +242,6 @@ class Prefill:
         self.sequence = sequence
         self._prefix = sequence.prefix_ids
         self._parts: list[Mapping[int, torch.Tensor]] = []
-        self._has_begun = False
 
     @property
     def num_left(self) -> int:
@@ -254,9 +253,9 @@ class Prefill:
         Raises:
             StageError: there is no room.
         """
-        if self._has_begun:
-            return
         cache, sequence, row = self.group.batch.cache, self.sequence, self.sequence.row
+        if row.blocks:
+            return
         with blamed(Stage.TARGET):
             if adopted := cache.adopt(row, self._prefix, self.group.drafter.features):
                 self._parts.append(adopted)
@@ -264,7 +263,6 @@ class Prefill:
         if not sequence.started:
             sequence.started = time.perf_counter()
             sequence.num_reused_tokens = row.length
-        self._has_begun = True
 
     def enter(self, num_tokens: int) -> bool:
         """Commit the prompt's next `num_tokens`. Its last token is left out, because it is the first tree's root.

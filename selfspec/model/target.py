@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -129,9 +129,15 @@ class Target:
         """
         return LogitShape.of(self.model)
 
-    def logits_of(self, final: torch.Tensor) -> torch.Tensor:
-        """The model's own logits [..., V] from hidden states [..., E] after its final norm."""
-        return self.logit_shape(self.model.get_output_embeddings()(final))
+    @cached_property
+    def logits_of(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """From hidden states [..., E] after the final norm to the model's own logits [..., V].
+
+        Raises:
+            ValueError: see `logit_shape`.
+        """
+        shape, output = self.logit_shape, self.model.get_output_embeddings()
+        return lambda final: shape(output(final))
 
     def new_cache(
         self,

@@ -109,7 +109,7 @@ def test_the_clock_stands_still_while_the_page_works(target, request_, monkeypat
     assert len(steps) > 1 and steps[-1].at < 3600
     assert all(before.at < after.at for before, after in pairwise(steps))
     parts = racing[0][0].prefill_seconds + sum(
-        step.draft_seconds + step.verify_seconds + step.accept_seconds + step.host_seconds for step in steps
+        step.draft_seconds + step.verify_seconds + step.commit_seconds + step.host_seconds for step in steps
     )
     assert parts == pytest.approx(steps[-1].at, rel=0.05)
 
