@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Linear layers for the few rows of a decoding pass. A row's result does not depend on how many other rows there are.
+"""Linear layers. A row's result does not depend on how many other rows there are.
 
     out[r, o] = sum_i x[r, i] * weight[o, i] + bias[o] (+ residual[r, o], added to the rounded sum)
 
@@ -33,11 +33,13 @@ import torch
 import torch.nn.functional as F
 
 from selfspec.kernels.gated_activation import gated_silu
-from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
+from selfspec.kernels.jit import is_compiled_for, jit, shared_memory, tl, triton
+from selfspec.kernels.linear_epilogue import rounded, store, store_gated, sum_pairs
 from selfspec.kernels.rms_norm import Norm, rms_norm
+from selfspec.kernels.wide_linear import launch_wide, tile_of
 
-# F.linear is faster for more rows than this, and gets them.
-MAX_ROWS = 256
+# More rows than this are multiplied by `selfspec.kernels.wide_linear` where the card can: for sums of one part, and of two.
+MAX_NARROW_ROWS = (128, 256)
 # One step of the sum, the same for every weight because the order of additions is part of the result.
 BLOCK_IN, FLOAT32_BLOCK_IN = 128, 32
 ROW_TILES = (16, 32, 64, 128)
@@ -80,15 +82,6 @@ class NormedRows:
     def finish(self) -> torch.Tensor:
         """The normed rows [..., E], by the norm's own kernel."""
         return rms_norm(self.hidden, self.norm.weight, self.norm.eps, **self.norm.rule)
-
-
-@jit()
-def _sum_pairs(x, R: tl.constexpr):
-    """Row sums [R] of x [R, N], N a power of two. Neighbours are added first, whatever the tensor's layout."""
-    for _ in tl.static_range(16):
-        if x.shape[1] > 1:
-            x = tl.sum(tl.reshape(x, (R, x.shape[1] // 2, 2)), 2)
-    return tl.reshape(x, (R,))
 
 
 @jit(do_not_specialize=("R",))
@@ -169,40 +162,35 @@ def _linear_kernel(
         tl.store(counters_ptr + tile, 0)
         acc += tl.load(sums + (1 - part) * SIZE, cache_modifier=".cg")
     if squares_ptr is not None:
-        acc *= (scale * tl.rsqrt(_sum_pairs(squares, BLOCK_R) / IN + eps))[None, :]
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + offs_out, mask=mask_out, other=0.0).to(tl.float32)[:, None]
-    out = acc.to(out_ptr.dtype.element_ty)
+        acc *= (scale * tl.rsqrt(sum_pairs(squares, BLOCK_R) / IN + eps))[None, :]
+    out = rounded(acc, bias_ptr, offs_out, mask_out, out_ptr.dtype.element_ty)
     if IS_GATED:
         gate, up = tl.split(tl.permute(tl.reshape(out, (2, HALF, BLOCK_R)), (1, 2, 0)))
-        gate = gate.to(tl.float32)
-        activated = (gate / (1.0 + tl.exp(-gate))).to(out.dtype).to(tl.float32)
-        offs_gate = tile_out * HALF + tl.arange(0, HALF)
-        mask = (offs_gate < OUT // 2)[:, None] & mask_r[None, :]
-        offs = offs_r.to(tl.int64)[None, :] * (OUT // 2) + offs_gate[:, None]
-        tl.store(out_ptr + offs, (activated * up.to(tl.float32)).to(out.dtype), mask=mask)
+        store_gated(gate, up, out_ptr, offs_r, tile_out * HALF + tl.arange(0, HALF), mask_r, OUT // 2)
     else:
-        offs = offs_r.to(tl.int64)[None, :] * OUT + offs_out[:, None]
-        mask = mask_out[:, None] & mask_r[None, :]
-        if residual_ptr is not None:
-            residual = tl.load(residual_ptr + offs, mask=mask, other=0.0)
-            out = (out.to(tl.float32) + residual.to(tl.float32)).to(out.dtype)
-        tl.store(out_ptr + offs, out, mask=mask)
-        if norm_weight_ptr is not None:
-            hidden = out.to(tl.float32)
-            norm_weight = norm_offset + tl.load(norm_weight_ptr + offs_out, mask=mask_out, other=0.0).to(tl.float32)
-            weighted = hidden * (norm_weight * norm_factor)[:, None]
-            tl.store(next_weighted_ptr + offs, weighted.to(out.dtype), mask=mask)
-            # Lanes past the last output hold zeros.
-            next_squares = _sum_pairs(tl.trans(hidden * hidden), BLOCK_R)
-            num_tiles = tl.cdiv(OUT, BLOCK_OUT)
-            tl.store(next_squares_ptr + offs_r * num_tiles + tile_out, next_squares, mask=mask_r)
+        store(
+            out,
+            residual_ptr,
+            norm_weight_ptr,
+            out_ptr,
+            next_weighted_ptr,
+            next_squares_ptr,
+            offs_r,
+            offs_out,
+            mask_r,
+            tile_out,
+            OUT,
+            norm_offset,
+            norm_factor,
+            BLOCK_R,
+            BLOCK_OUT,
+        )
 
 
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[..., OUT] from x [..., IN], weight [OUT, IN] and bias [OUT]: `F.linear` for up to MAX_ROWS rows.
+    """[..., OUT] from x [..., IN], weight [OUT, IN] and bias [OUT]: `F.linear`.
 
     Args:
         residual: [..., OUT], added to the result.
@@ -251,7 +239,7 @@ def normed_gated_linear(x: NormedRows, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def _is_compiled_for(x: torch.Tensor) -> bool:
-    return is_compiled_for(x) and 0 < x.shape[:-1].numel() <= MAX_ROWS
+    return is_compiled_for(x) and x.shape[:-1].numel() > 0
 
 
 def launch_linear(
@@ -301,52 +289,57 @@ def _launch(
     assert residual is None or (residual.shape == (*leading, OUT) and residual.is_contiguous()), residual
     assert norm is None or (norm.weight.shape == (OUT,) and norm.weight.is_contiguous() and not is_gated), norm
     assert not is_gated or OUT % 2 == 0
-    tile, block_in, block_r, num_stages = _tile(rows, OUT, R)
-    outputs_of_tile = tile.block_out // 2 if is_gated else tile.block_out
     num_outputs = OUT // 2 if is_gated else OUT
-    num_tiles = triton.cdiv(num_outputs, outputs_of_tile)
-    num_programs = num_tiles * triton.cdiv(R, block_r)
     out = rows.new_empty(*leading, num_outputs)
-    sums = counters = weighted = squares = None
-    if tile.num_parts == 2 and IN:
-        sums = rows.new_empty(num_programs, 2, tile.block_out, block_r, dtype=torch.float32)
-        counters = _counters(rows.device)
-        assert num_programs <= len(counters), num_programs
+    rows = rows.reshape(R, IN).contiguous()
+    narrow, block_in, block_r, num_stages = _tile(rows, OUT, R)
+    is_split = narrow.num_parts == 2 and IN > 0
+    wide = tile_of(rows, weight, num_parts=1 + is_split, is_gated=is_gated) if R > MAX_NARROW_ROWS[is_split] else None
+    outputs_of_tile = wide.block_out if wide is not None else narrow.block_out // (1 + is_gated)
+    num_tiles = triton.cdiv(num_outputs, outputs_of_tile)
+    weighted = squares = squares_before = None
     if norm is not None:
         weighted, squares = torch.empty_like(out), rows.new_empty(R, num_tiles, dtype=torch.float32)
-    num_parts = 1
     if before is not None and before.squares is not None:
-        num_parts = before.squares.shape[1]
-        assert before.squares.shape == (R, num_parts) and before.squares.is_contiguous(), before.squares.shape
-    _linear_kernel[(num_programs if counters is None else 2 * num_programs,)](
-        rows.contiguous(),
+        squares_before = before.squares
+        assert len(squares_before) == R and squares_before.is_contiguous(), squares_before.shape
+    num_squares = 1 if squares_before is None else squares_before.shape[1]
+    tensors = (bias, residual, squares_before, None if norm is None else norm.weight, out, weighted, squares)
+    numbers = (
+        0.0 if before is None else before.norm.eps,
+        1.0 if before is None else before.norm.divisor,
+        0.0 if norm is None else norm.offset,
+        1.0 if norm is None else 1.0 / norm.divisor,
+    )
+    options = {"P": num_squares, "BLOCK_P": triton.next_power_of_2(num_squares), "IS_GATED": is_gated}
+    if wide is not None:
+        middle = triton.cdiv(IN, 2 * block_in) * block_in if is_split else IN
+        launch_wide(rows, weight, tensors, numbers, wide, middle, **options)
+        return out, weighted, squares
+    num_programs = num_tiles * triton.cdiv(R, block_r)
+    sums = counters = None
+    if is_split:
+        sums = rows.new_empty(num_programs, 2, narrow.block_out, block_r, dtype=torch.float32)
+        counters = _counters(rows.device)
+        assert num_programs <= len(counters), num_programs
+    _linear_kernel[((1 + is_split) * num_programs,)](
+        rows,
         weight,
-        bias,
-        residual,
-        None if before is None else before.squares,
-        None if norm is None else norm.weight,
-        out,
-        weighted,
-        squares,
+        *tensors,
         sums,
         counters,
         R,
         IN,
         OUT,
-        0.0 if before is None else before.norm.eps,
-        1.0 if before is None else before.norm.divisor,
-        0.0 if norm is None else norm.offset,
-        1.0 if norm is None else 1.0 / norm.divisor,
-        P=num_parts,
-        BLOCK_P=triton.next_power_of_2(num_parts),
+        *numbers,
         HAS_TAIL=IN % block_in != 0,
-        IS_GATED=is_gated,
-        NUM_PARTS=1 if counters is None else 2,
+        NUM_PARTS=1 + is_split,
         BLOCK_R=block_r,
-        BLOCK_OUT=tile.block_out,
+        BLOCK_OUT=narrow.block_out,
         BLOCK_IN=block_in,
-        num_warps=tile.num_warps,
+        num_warps=narrow.num_warps,
         num_stages=num_stages,
+        **options,
     )
     return out, weighted, squares
 
@@ -359,7 +352,7 @@ def _tile(x: torch.Tensor, num_outputs: int, num_rows: int) -> tuple[Tile, int, 
     tile = next(tile for tile in TILES if tile.min_outputs <= num_outputs)
     if num_rows > HIGH_ROWS and tile.block_out == HIGH_OUTPUTS // 2:
         tile = tile._replace(block_out=HIGH_OUTPUTS, num_warps=HIGH_WARPS)
-    shared = min(tile.shared_kib * 1024, _shared_memory(x.device))
+    shared = min(tile.shared_kib * 1024, shared_memory(x.device))
     stages = {size: shared // ((tile.block_out + size) * BLOCK_IN * x.element_size()) for size in ROW_TILES}
     # Two stages must fit, which rules out the largest tiles on cards with little shared memory.
     sizes = [size for size in ROW_TILES if stages[size] >= 2]
@@ -368,7 +361,7 @@ def _tile(x: torch.Tensor, num_outputs: int, num_rows: int) -> tuple[Tile, int, 
 
 
 def _counters(device: torch.device) -> torch.Tensor:
-    """A zeroed buffer [4096]; every launch resets what it used.
+    """A zeroed buffer [16384]; every launch resets what it used.
 
     Each stream has one. All graphs share one, because they never run at the same time.
     """
@@ -379,13 +372,4 @@ def _counters(device: torch.device) -> torch.Tensor:
 
 @cache
 def _zeros(device: torch.device, stream: int | None) -> torch.Tensor:
-    return torch.zeros(4096, dtype=torch.int32, device=device)
-
-
-@cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may use for its stages."""
-    if device.type != "cuda":
-        return 1 << 30
-    # The compiler needs some bytes itself.
-    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"] - 2048
+    return torch.zeros(16384, dtype=torch.int32, device=device)

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
-from selfspec.kernels.linear import MAX_ROWS
 from selfspec.kernels.reference import LEAST, grow_layer_reference
 
 # Logits of a chunk.
@@ -187,7 +186,7 @@ def grow_layer(
     """
     B, W, V = logits.shape
     num_candidates = -(-V // BLOCK_V) * num_children * W
-    is_small = B * W <= MAX_ROWS and max(num_children, W) <= MAX_CHILDREN and num_candidates <= MAX_CANDIDATES
+    is_small = max(num_children, W) <= MAX_CHILDREN and num_candidates <= MAX_CANDIDATES
     run: Callable[..., tuple[torch.Tensor, ...]] = grow_layer_reference
     if is_small and is_compiled_for(logits):
         run = launch_grow_layer

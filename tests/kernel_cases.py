@@ -12,7 +12,8 @@ import torch
 from selfspec.kernels.jit import triton
 from selfspec.kernels.reference import kv_compaction_reference, tree_attention_reference
 from selfspec.kernels.slots import slots_of
-from selfspec.kernels.tree_attention import TreeLayout, launch_tree_attention, tree_attention
+from selfspec.kernels.tree_attention import launch_tree_attention, tree_attention
+from selfspec.kernels.tree_layout import TreeLayout
 from selfspec.tree import chain, from_parents
 
 # Both sum at most some fifty products of unit variance in float32, in different order.

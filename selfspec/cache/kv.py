@@ -19,7 +19,7 @@ from selfspec.cache.blocks import BlockPool, CacheRow
 from selfspec.kernels.jit import is_compiled_for
 from selfspec.kernels.kv_compaction import kv_compaction
 from selfspec.kernels.slots import slots_of
-from selfspec.kernels.tree_attention import TreeLayout
+from selfspec.kernels.tree_layout import TreeLayout
 from selfspec.tree import CandidateTree
 
 
@@ -187,14 +187,15 @@ class KVCache(BlockPool):
         lengths, tables, rows = places.lengths, places.block_tables, places.rows
         for row in rows or ():
             assert row.length + N <= len(row.blocks) * self.block_size, "place comes before layout"
-        # Only the kernel's twin reads slots.
-        has_slots = rows is not None and not is_compiled_for(self.keys)
+        # Only the kernel's twin reads slots, and the mask of a chain.
+        is_compiled = is_compiled_for(self.keys)
+        has_slots = rows is not None and not is_compiled
         layout = TreeLayout(
             block_tables=tables,
             lengths=lengths,
             host_lengths=None if rows is None else [row.length for row in rows],
             depths=tree.depths,
-            ancestor_mask=tree.ancestor_mask()[:, first:],
+            ancestor_mask=None if is_compiled and tree.is_chain else tree.ancestor_mask()[:, first:],
             block_size=self.block_size,
             row_slots=[self._row_slots(row, row.length + N) for row in rows or ()] if has_slots else None,
             max_depth=tree.max_depth,

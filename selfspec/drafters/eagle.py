@@ -24,7 +24,6 @@ from selfspec.drafters.fused_eagle import EaglePass, Growth
 from selfspec.drafters.growth import LayerPass, as_tensors, from_tensors, grow, over_nodes, spread
 from selfspec.drafters.waiting_features import WaitingFeatures
 from selfspec.heads.eagle import Eagle1Head, EagleHead
-from selfspec.kernels.linear import MAX_ROWS
 from selfspec.kernels.tree_attention import tree_attention
 from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Outcome, Proposal
 from selfspec.model.layers import private_copy
@@ -39,8 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The most prompt entries in one pass, and the most features of a row that wait while nothing is drafted.
-PREFILL_CHUNK = 256
+# The most features of a row that wait while nothing is drafted.
 MAX_PENDING = 256
 
 
@@ -109,8 +107,9 @@ class EagleDrafter(Drafter):
         # A copy, because a view would keep the whole prompt's features alive.
         row.pending.add(taken[:, num_entries:].clone(), 0, 0, taken.shape[1] - num_entries)
         tokens = sequence.prefix_ids[1:]
-        for first in range(0, num_entries, PREFILL_CHUNK):
-            chunk = slice(first, min(num_entries, first + PREFILL_CHUNK))
+        size = self._target.passes.chunk_size
+        for first in range(0, num_entries, size):
+            chunk = slice(first, min(num_entries, first + size))
             self._enter_prompt(row.cache_row, tokens[chunk], taken[:, chunk])
 
     def _enter_prompt(self, row: CacheRow, tokens: list[int], waiting: torch.Tensor) -> None:
@@ -230,7 +229,7 @@ class EagleDrafter(Drafter):
             return outputs.gather(1, last.expand(-1, 1, outputs.shape[-1]))
 
         run: LayerPass
-        if self._pass is not None and len(ids) * max(entries.num_nodes, self.width) <= MAX_ROWS:
+        if self._pass is not None:
             products, fed = (last_of(each) for each in self._enter_fused(self._pass, entries, places, hidden))
             run = Growth(self._pass, later, fed, depth=depth, width=self.width)
         else:

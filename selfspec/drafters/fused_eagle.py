@@ -21,7 +21,8 @@ from selfspec.kernels.linear import linear, linear_before_norm, normed_gated_lin
 from selfspec.kernels.rms_norm import rms_norm
 from selfspec.kernels.rotary import rotary_store
 from selfspec.kernels.slots import slots_of
-from selfspec.kernels.tree_attention import TreeLayout, tree_attention
+from selfspec.kernels.tree_attention import tree_attention
+from selfspec.kernels.tree_layout import TreeLayout
 from selfspec.model.fuse import FusedLinear, FusedRMSNorm, MergedLinear, norm_of
 
 

@@ -37,8 +37,8 @@ class Scheduler:
 
     Args:
         max_batch: the most sequences with a place in the cache.
-        prefill_tokens: the most prompt tokens that a round enters, rounded up to whole passes of `Passes.max_rows`, because
-            a long prompt must not hold everyone up; None for no limit.
+        prefill_tokens: the most prompt tokens that a round enters while others decode, rounded up to whole passes of
+            `Passes.max_rows`, because a long prompt must not hold everyone up; None for no limit.
         on_error: called with the failure and the sequences that it stopped, which it must `cancel` or `move`. By default
             the error is raised.
     """
@@ -136,10 +136,14 @@ class Scheduler:
 
     def _enter_prompts(self) -> None:
         """Enter prompts in order, up to this round's budget."""
-        if self._num_mixed >= MAX_MIXED_ROUNDS and any(group.batch.sequences for group in self._groups):
+        is_decoding = any(group.batch.sequences for group in self._groups)
+        if self._num_mixed >= MAX_MIXED_ROUNDS and is_decoding:
             self._num_mixed = 0
             return
         budget, is_mixed = self.prefill_tokens, False
+        if not is_decoding:
+            # Nobody waits for a step, so the pass may be as large as passes get.
+            budget = max(budget, self.target.passes.chunk_size)
         # A prompt that is cut within a pass costs one more pass.
         max_rows = self.target.passes.max_rows
         pass_size = max_rows if max_rows <= budget else 1

@@ -18,7 +18,8 @@ from transformers.masking_utils import sdpa_mask
 
 from selfspec.cache.kv import KVCache
 from selfspec.kernels.linear import NormedRows
-from selfspec.kernels.tree_attention import TreeLayout, tree_attention
+from selfspec.kernels.tree_attention import tree_attention
+from selfspec.kernels.tree_layout import TreeLayout
 
 ATTENTION_NAME = "selfspec"
 

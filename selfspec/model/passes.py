@@ -19,7 +19,6 @@ import torch.nn.functional as F
 
 from selfspec.cache.blocks import CacheRow
 from selfspec.cache.kv import KVCache, Places
-from selfspec.kernels.linear import MAX_ROWS
 from selfspec.model.graphs import Graphs
 from selfspec.tree import CandidateTree
 
@@ -27,11 +26,16 @@ from selfspec.tree import CandidateTree
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
 # Numbers of rows, nodes and depths are rounded up to these sizes, because few graphs should serve all.
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 NODE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 DEPTH_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 127)
-# Few sizes for a prompt's chunks, because their shapes seldom return.
-CHUNK_BUCKETS = (32, 64, 128, 192, 256)
+# Few sizes for a prompt's chunks, because their shapes seldom return. Larger chunks keep the device busy for longer than
+# their launch takes, so no graph runs them.
+CHUNK_BUCKETS = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
+# Prompt tokens in a pass. On a CPU a pass gains nothing from more.
+CHUNK_SIZE, CPU_CHUNK_SIZE = 2048, 512
+# The most nodes of all rows in a pass on a GPU, because their logits and activations take memory.
+MAX_ROWS = 2048
 # The fewest columns of a block table in a graph.
 MIN_COLUMNS = 64
 # A captured pass over this many nodes costs hardly more than over one, and less than reading their scores back.
@@ -67,20 +71,24 @@ class Passes:
 
     Args:
         graphs: the captured passes; None where every pass is launched kernel by kernel.
-        max_rows: most nodes of all rows in one pass for which a row's bits do not depend on their number.
+        max_rows: the most nodes of all rows in one pass.
+        chunk_size: the most prompt tokens in one pass.
 
     Attributes:
         free_nodes: see `FREE_NODES`; 1 where nothing is captured.
     """
 
-    def __init__(self, graphs: Graphs | None = None, *, max_rows: int = sys.maxsize) -> None:
+    def __init__(
+        self, graphs: Graphs | None = None, *, max_rows: int = sys.maxsize, chunk_size: int = CPU_CHUNK_SIZE
+    ) -> None:
         self.graphs = graphs
         self.max_rows = max_rows
+        self.chunk_size = chunk_size
 
     @classmethod
     def on(cls, device: torch.device) -> Passes:
-        """The passes for a device: on a GPU, captured and limited to the kernels' `MAX_ROWS`."""
-        return cls(Graphs(device), max_rows=MAX_ROWS) if device.type == "cuda" else cls()
+        """The passes for a device: on a GPU, captured and limited to `MAX_ROWS`."""
+        return cls(Graphs(device), max_rows=MAX_ROWS, chunk_size=CHUNK_SIZE) if device.type == "cuda" else cls()
 
     @property
     def is_captured(self) -> bool:
@@ -97,7 +105,7 @@ class Passes:
         return 0 if self.graphs is None else self.graphs.num_set_up
 
     def most_nodes(self, num_rows: int) -> int:
-        """Largest tree per row for which a row's bits do not depend on the other rows, `num_rows` in all. At least 1."""
+        """The largest tree for each of `num_rows` rows that fits into one pass, 1 at least."""
         padded = None if self.graphs is None else bucket(num_rows, ROW_BUCKETS)
         if padded is None:
             return max(self.max_rows // num_rows, 1)

@@ -220,18 +220,21 @@ class Target:
         cache: KVCache,
         *,
         features: Sequence[int] = (),
-        chunk_size: int = 512,
+        chunk_size: int | None = None,
     ) -> dict[int, torch.Tensor]:
         """Commit `token_ids` [T] to a row's prefix, a chunk at a time; returns the features asked for, each [1, T, E].
 
-        A chunk has at most `Passes.max_rows` tokens, so a text's KV has the same bits however the text is cut or shared.
+        A text's KV has the same bits however the text is cut or shared.
+
+        Args:
+            chunk_size: the most tokens in a pass, `Passes.chunk_size` by default.
         """
         if not len(token_ids):
             nothing = torch.zeros(1, 0, self.config.hidden_size, dtype=self.dtype, device=self.device)
             return dict.fromkeys(features, nothing)
         parts: list[dict[int, torch.Tensor]] = []
         with self.lock:
-            for tokens in token_ids.split(min(chunk_size, self.passes.max_rows)):
+            for tokens in token_ids.split(min(chunk_size or self.passes.chunk_size, self.passes.max_rows)):
                 parts.append(self._enter(chain(tokens[:1], tokens[None, 1:]), row, cache, features))
                 cache.advance(row, len(tokens))
             # A padded chunk takes more blocks than its tokens need.

@@ -491,7 +491,7 @@ def proposals(drafter: EagleDrafter, target: Target, monkeypatch: pytest.MonkeyP
 def test_a_fused_head_drafts_the_same_trees(
     changes: dict[str, object], is_rehearsed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a few launches a pass, with paths instead of ancestor masks; and batches of more rows than it is for."""
+    """In a few launches a pass, with paths instead of ancestor masks."""
     target = tiny_target("llama")
     if is_rehearsed:
         target.passes.graphs = Graphs(target.device, is_rehearsal=True)
@@ -500,7 +500,6 @@ def test_a_fused_head_drafts_the_same_trees(
     settings = {"num_draft_tokens": 4, "num_nodes": 12, "width": 3}
     plain = EagleDrafter(target, copy.deepcopy(head), **settings)
     monkeypatch.setattr("selfspec.drafters.eagle.lay_out", fuse)
-    monkeypatch.setattr("selfspec.drafters.eagle.MAX_ROWS", 18)
     fused = EagleDrafter(target, copy.deepcopy(head), **settings)
     assert plain._pass is None and fused._pass is not None
     theirs, ours = (proposals(drafter, target, monkeypatch) for drafter in (plain, fused))
@@ -516,7 +515,7 @@ def test_features_that_waited_for_many_steps_draft_the_same_trees(
     if is_rehearsed:
         target.passes.graphs = Graphs(target.device, is_rehearsal=True)
     head = eagle_head(target, feature_layers=(1, 2, 3)).eval()
-    monkeypatch.setattr("selfspec.drafters.eagle.PREFILL_CHUNK", 7)
+    target.passes.chunk_size = 7
     monkeypatch.setattr("selfspec.drafters.eagle.MAX_PENDING", 9)
 
     def trees_by_text(drafts_at: Callable[[int], bool]) -> dict[tuple[int, ...], tuple[list[int], list[int]]]:

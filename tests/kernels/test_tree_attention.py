@@ -26,7 +26,8 @@ from kernel_cases import (
 from strategies import PROPERTY, parent_lists, path_to
 
 from selfspec.kernels import tree_attention as tree_attention_file
-from selfspec.kernels.tree_attention import Tile, TreeLayout, launch_tree_attention
+from selfspec.kernels.tree_attention import Tile, launch_tree_attention
+from selfspec.kernels.tree_layout import TreeLayout
 
 
 def attend_along_paths(
@@ -147,9 +148,8 @@ SMALL_HEADS = {"multi-head": (2, 2, 16, 16), "grouped": (3, 1, 8, 8), "unequal":
 def _small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many splits and tiles in short texts."""
     monkeypatch.setattr(tree_attention_file, "SPLIT", 32)
-    for name, rows in (("TILE", 16), ("FLOAT32_TILE", 16), ("BATCH_TILE", 32)):
+    for name, rows in (("TILE", 16), ("FLOAT32_TILE", 16), ("CHAIN_TILE", 32), ("HIGH_CHAIN_TILE", 64)):
         monkeypatch.setattr(tree_attention_file, name, Tile(rows, 16, 4, 2))
-    monkeypatch.setattr(tree_attention_file, "BLOCK_P", 2)
     monkeypatch.setattr(tree_attention_file, "MAX_NODES", 5)
 
 
@@ -236,11 +236,25 @@ def test_the_shipped_tiles() -> None:
 
 @NEEDS_TRITON
 @pytest.mark.usefixtures("_small_splits")
-def test_a_large_batch_has_a_tile_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_attention_file, "MAX_ROWS", 10)
-    case = make_case([PARENTS["chain"]] * 2, [29, 104], SMALL_HEADS["grouped"], dtype=DTYPES[1], device=DEVICE)
-    assert case.run_kernel().shape[:2].numel() > 10
-    assert_equals_twin(case)
+@pytest.mark.parametrize("heads", SMALL_HEADS)
+@pytest.mark.parametrize("many_programs", [1, 1000])
+def test_a_long_chain_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch, heads: str, many_programs: int) -> None:
+    """Both of its tiles, on and off the ends of splits; windows that begin in the prefix, in the chain, and in both."""
+    monkeypatch.setattr(tree_attention_file, "MIN_CHAIN_NODES", 30)
+    monkeypatch.setattr(tree_attention_file, "MANY_PROGRAMS", many_programs)
+    choose, tiles = tree_attention_file._chain_tile, []
+
+    def note(*args: object) -> Tile:
+        tiles.append(choose(*args))
+        return tiles[-1]
+
+    monkeypatch.setattr(tree_attention_file, "_chain_tile", note)
+    rows = [[-1, *range(size - 1), *[-1] * (45 - size)] for size in (45, 30)]
+    case = make_case(rows, [0, 61], SMALL_HEADS[heads], dtype=DTYPES[1], is_chain=True, device=DEVICE)
+    sinks = torch.linspace(-1.0, 2.0, SMALL_HEADS[heads][0], device=DEVICE)
+    for options in ({}, {"sliding_window": 5}, {"sliding_window": 50, "softcap": 1.5, "sinks": sinks}):
+        assert_equals_twin(case, **options)
+    assert {tile.rows for tile in tiles} == {64 if many_programs == 1 else 32}
 
 
 @NEEDS_TRITON
@@ -278,6 +292,21 @@ def test_bits_do_not_depend_on_speculation(kind: str, num_nodes: int, heads: tup
                         expected = case.run_kernel_alone(row, node, **options)
                         num_bits += int((out[row, node].view(torch.int16) != expected.view(torch.int16)).sum())
     assert num_bits == 0
+
+
+@NEEDS_TRITON
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [(30, 10, 128, 128), (9, 3, 64, 64), (8, 8, 80, 80), (4, 2, 256, 256)], ids=str)
+def test_bits_do_not_depend_on_how_a_prompt_is_cut(heads: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """[N1] a chunk of any size, and the tokens one by one: not one bit differs, whichever kernel runs."""
+    for length, num_nodes in ((0, 128), (700, 300), (5000, 2048)):
+        case = make_case([[-1, *range(num_nodes - 1)]], [length], heads, dtype=dtype, is_chain=True, device=DEVICE)
+        for options in ({}, {"sliding_window": 300, "softcap": 20.0}):
+            out = case.run_kernel(**options)
+            for node in (0, 1, 63, 64, 127, num_nodes // 2, num_nodes - 1):
+                alone = case.run_kernel_alone(0, node, **options)
+                assert torch.equal(out[0, node].view(torch.int16), alone.view(torch.int16)), (length, node, options)
 
 
 @NEEDS_TRITON
