@@ -37,8 +37,8 @@ class Scheduler:
 
     Args:
         max_batch: the most sequences with a place in the cache.
-        prefill_tokens: the most prompt tokens that a round enters while others decode, rounded up to whole passes of
-            `Passes.max_rows`, because a long prompt must not hold everyone up; None for no limit.
+        prefill_tokens: the most prompt tokens that a round enters while others decode, rounded up to a
+            multiple of `Passes.prompt_step`, because a long prompt must not hold everyone up; None for no limit.
         on_error: called with the failure and the sequences that it stopped, which it must `cancel` or `move`. By default
             the error is raised.
     """
@@ -144,14 +144,12 @@ class Scheduler:
         if not is_decoding:
             # Nobody waits for a step, so the pass may be as large as passes get.
             budget = max(budget, self.target.passes.chunk_size)
-        # A prompt that is cut within a pass costs one more pass.
-        max_rows = self.target.passes.max_rows
-        pass_size = max_rows if max_rows <= budget else 1
+        step = self.target.passes.prompt_step(budget)
         while budget > 0 and (prefill := self._prefill or self._admit()) is not None:
             is_mixed = True
             try:
                 prefill.begin()
-                size = min(prefill.num_left, -(-budget // pass_size) * pass_size)
+                size = min(prefill.num_left, -(-budget // step) * step)
                 budget -= size
                 if prefill.enter(size):
                     self._prefill = None

@@ -34,8 +34,8 @@ DEPTH_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 127)
 CHUNK_BUCKETS = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
 # Prompt tokens in a pass. On a CPU a pass gains nothing from more.
 CHUNK_SIZE, CPU_CHUNK_SIZE = 2048, 512
-# The most nodes of all rows in a pass on a GPU, because their logits and activations take memory.
-MAX_ROWS = 2048
+# The most nodes of all trees in a pass on a GPU, because more cost more than they bring.
+MAX_ROWS = 256
 # The fewest columns of a block table in a graph.
 MIN_COLUMNS = 64
 # A captured pass over this many nodes costs hardly more than over one, and less than reading their scores back.
@@ -71,7 +71,7 @@ class Passes:
 
     Args:
         graphs: the captured passes; None where every pass is launched kernel by kernel.
-        max_rows: the most nodes of all rows in one pass.
+        max_rows: the most nodes of all trees in one pass.
         chunk_size: the most prompt tokens in one pass.
 
     Attributes:
@@ -111,6 +111,13 @@ class Passes:
             return max(self.max_rows // num_rows, 1)
         # The nodes of a graph are filled up too.
         return max(size for size in NODE_BUCKETS if size == 1 or size * padded <= self.max_rows)
+
+    def prompt_step(self, budget: int) -> int:
+        """A prompt is cut into multiples of this, of which about `budget` may be entered at a time.
+
+        It is 1 on a CPU. On a GPU each part costs a pass that reads all weights, so a prompt is cut into few.
+        """
+        return min(self.chunk_size, budget) if self.is_captured else 1
 
     def num_slots(self, num_nodes: int) -> int:
         """How many scratch slots a pass over `num_nodes` nodes writes, padding nodes included."""

@@ -234,7 +234,7 @@ class Target:
             return dict.fromkeys(features, nothing)
         parts: list[dict[int, torch.Tensor]] = []
         with self.lock:
-            for tokens in token_ids.split(min(chunk_size or self.passes.chunk_size, self.passes.max_rows)):
+            for tokens in token_ids.split(chunk_size or self.passes.chunk_size):
                 parts.append(self._enter(chain(tokens[:1], tokens[None, 1:]), row, cache, features))
                 cache.advance(row, len(tokens))
             # A padded chunk takes more blocks than its tokens need.

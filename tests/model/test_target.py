@@ -187,10 +187,9 @@ def test_ragged_rows_get_the_logits_of_rows_alone() -> None:
         torch.testing.assert_close(together[b, :real], alone[:real], atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_prefill_takes_no_more_rows_than_keep_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """[N1] a pass of more rows would run layers whose bits follow from their number."""
+def test_prefill_takes_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target("llama")
-    target.passes.max_rows = 7
+    target.passes.chunk_size = 7
     sizes: list[int] = []
     run = target.run
 

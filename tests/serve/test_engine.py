@@ -108,7 +108,8 @@ def test_prompts_are_entered_in_whole_passes(
     make_engine: MakeEngine, expected: list[Completion], target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a pass has a size: a prompt that is cut within one costs one more."""
-    monkeypatch.setattr(target.passes, "max_rows", 8)
+    monkeypatch.setattr(target.passes, "chunk_size", 8)
+    monkeypatch.setattr(target.passes, "graphs", Graphs(target.device, is_rehearsal=True))
     prefill, sizes = target.prefill, defaultdict(list)
 
     def recorded(token_ids: torch.Tensor, row: CacheRow, *args: object, **options: object) -> object:
