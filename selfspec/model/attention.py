@@ -1,9 +1,10 @@
 """The attention of prefill and verify, a function that is registered with transformers' AttentionInterface.
 
 Modeling files pass our keyword argument `tree_pass` on to it. It then stores the pass's keys and values in the paged cache
-and attends to them there. Without `tree_pass` it is ordinary attention.
+and attends to them there. With `text_pass` it keeps the texts of a packed row apart. With neither it is ordinary attention.
 
-Invariant: a node attends to its row's prefix, its ancestors and itself, and to nothing else.
+Invariant: a node attends to its row's prefix, its ancestors and itself, a packed token to its own text up to itself, and
+both to nothing else.
 """
 
 from __future__ import annotations
@@ -47,6 +48,38 @@ class TreePass:
     options: dict[int, AttentionOptions] = field(default_factory=dict)
 
 
+class TextPass:
+    """What the attention function needs during one forward over packed rows, in training.
+
+    Args:
+        position_ids: [B, T], starting over where a new text begins.
+    """
+
+    def __init__(self, position_ids: torch.Tensor) -> None:
+        self.texts = (position_ids == 0).cumsum(1)
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    def mask(self, sliding_window: int | None) -> torch.Tensor:
+        """[B, 1, T, T] true where a token may see another: in its own text, not after it, and within the window."""
+        if sliding_window not in self._masks:
+            T = self.texts.shape[1]
+            near = torch.ones(T, T, dtype=torch.bool, device=self.texts.device).tril()
+            if sliding_window is not None:
+                near = near.triu(1 - sliding_window)
+            self._masks[sliding_window] = (near & (self.texts[:, :, None] == self.texts[:, None]))[:, None]
+        return self._masks[sliding_window]
+
+
+def text_options(position_ids: torch.Tensor) -> dict[str, Any]:
+    """Keyword arguments for a model's forward over packed rows, by whose positions [B, T] their texts are told apart.
+
+    The attention function has the mask. Not every modeling file's own mask keeps packed texts apart.
+    """
+    # A ready-made mask, because the model would otherwise build its own.
+    no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=position_ids.device)
+    return {"attention_mask": no_mask, "text_pass": TextPass(position_ids)}
+
+
 def _attention(
     module: Any,
     query: torch.Tensor,
@@ -59,6 +92,7 @@ def _attention(
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     tree_pass: TreePass | None = None,
+    text_pass: TextPass | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The registered attention: queries [B, H, N, D], keys and values [B, G, N, D]; returns [B, N, H, Dv]."""
@@ -70,6 +104,8 @@ def _attention(
             tree_pass.shapes[module.layer_idx] = (key.shape[1], key.shape[3], value.shape[3])
             tree_pass.options[module.layer_idx] = AttentionOptions(scaling, sliding_window, softcap, s_aux)
             attention_mask = None
+        if text_pass is not None:
+            attention_mask = text_pass.mask(sliding_window)
         return _plain_attention(query, key, value, attention_mask, scaling, softcap, s_aux), None
     cache, layout, layer = tree_pass.cache, tree_pass.layout, module.layer_idx
     assert layout is not None and tree_pass.write_slots is not None

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from selfspec.cache.blocks import CacheRow
 from selfspec.cache.kv import KVCache, KVShape, Places
-from selfspec.model.attention import TreePass
+from selfspec.model.attention import TreePass, text_options
 from selfspec.model.chat import for_template
 from selfspec.model.checks import adopt, check_model, fixed_context
 from selfspec.model.layers import decoder_layers, with_layers
@@ -299,7 +299,8 @@ class Target:
             position_ids: [B, T]. Where positions start over, a new text begins, which does not see the texts before it.
         """
         with torch.no_grad(), self.lock, self._taps(features) as taken:
-            self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+            options = text_options(position_ids)
+            self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **options)
         return taken
 
     def truncated(self, num_layers: int) -> Target:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.heads.medusa import MedusaHead
+from selfspec.model.attention import text_options
 from selfspec.model.layers import Resume, decoder_layers
 from selfspec.train.batch import TargetEnds, TrainBatch
 from selfspec.train.cross_entropy import PLAIN, Teacher, cross_entropy
@@ -144,7 +145,8 @@ def distillation_loss(
     """
     # A student that shares the target's first layers goes on from what they gave.
     resumes = isinstance(decoder_layers(student)[1][0], Resume)
-    options = {"resume_from": states.features[0]} if resumes else {}
+    options: dict[str, Any] = {"resume_from": states.features[0]} if resumes else {}
+    options |= text_options(batch.position_ids)
     inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
     output = student.base_model(**inputs, use_cache=False, **options)
     teacher = Teacher.of(states.final, ends, batch)

@@ -1,7 +1,8 @@
 """Samples packed into rows of one length, without attention from one conversation to another.
 
-Positions restart at 0 with every conversation and with the padding at a row's end. From them transformers builds its
-attention mask. Every sample lies in one row. A sample longer than a row is cut at the row's end.
+Positions restart at 0 with every conversation and with the padding at a row's end; the target's attention tells the texts
+apart by them (see `selfspec.model.attention.TextPass`). Every sample lies in one row. A sample longer than a row is cut at
+the row's end.
 """
 
 from __future__ import annotations
