@@ -18,10 +18,11 @@ from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from selfspec.failures import first_line
+from selfspec.files import check_readable, save_file
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -220,7 +221,7 @@ class DraftHead(nn.Module):
                 state[name] = value
         # Write the weights to a temporary name first. A folder that has a config.json is complete.
         partial = directory / (WEIGHTS_NAME + ".partial")
-        save_file(state, partial, metadata={"format": "pt"})
+        save_file(state, partial)
         partial.replace(directory / WEIGHTS_NAME)
         (directory / CONFIG_NAME).write_text(json.dumps(self.config.to_dict(), indent=1) + "\n")
 
@@ -230,6 +231,7 @@ class DraftHead(nn.Module):
 
         Raises:
             ValueError: there is no head or one of another type; weights are missing, unexpected, misshapen or not finite.
+            PermissionError: this user may not read the files.
         """
         directory = find_head(source, revision)
         record = read_config(directory)
@@ -289,8 +291,14 @@ def dequantize(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def find_head(
     source: str | Path, revision: str | None = None, *, patterns: Sequence[str] = (CONFIG_NAME, WEIGHTS_NAME, "README.md")
 ) -> Path:
-    """The folder of a local head, or of a head's copy from the Hub, from where only the files `patterns` are fetched."""
+    """The folder of a local head, or of a head's copy from the Hub, from where only the files `patterns` are fetched.
+
+    Raises:
+        ValueError: there is no such folder, and the Hub gave no such head.
+        PermissionError: this user may not read one of the files.
+    """
     if Path(source).is_dir():
+        check_readable(file for pattern in patterns for file in Path(source).glob(pattern))
         return Path(source)
     try:
         return Path(snapshot_download(str(source), revision=revision, allow_patterns=list(patterns)))

@@ -16,6 +16,7 @@ from pathlib import Path
 from selfspec.drafters import drafter_of
 from selfspec.drafters.shipped import identity
 from selfspec.failures import reported_failures
+from selfspec.files import share
 from selfspec.heads.early_exit import DistilledDraft
 from selfspec.train.trainer import run, set_up
 
@@ -43,6 +44,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         directory = Path(setup.args.output_dir) / "model"
         head.to(target.dtype).student(target.model).save_pretrained(directory)
         target.tokenizer.save_pretrained(directory)
+        share(directory)
     return result
 
 

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # From the ground up. A room may import from those on lower floors alone: neighbours on one floor do not know each other.
 FLOORS = (
-    ("config", "failures", "kernels"),
+    ("config", "failures", "files", "kernels"),
     ("tree",),
     ("cache",),
     ("model",),

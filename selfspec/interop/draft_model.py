@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from selfspec.drafters.draft_model import check_same_tokenizer
+from selfspec.files import share
 from selfspec.heads.early_exit import DistilledDraft
 from selfspec.interop.commands import serve_command
 from selfspec.interop.files import Checkpoint
@@ -38,4 +39,5 @@ def write_draft_model(head: DistilledDraft, target: Target, engine: str, directo
     student.save_pretrained(directory, state_dict=state)
     if target.tokenizer is not None:
         target.tokenizer.save_pretrained(directory)
+    share(directory)
     return [serve_command(engine, "draft_model", target.name, str(directory))]

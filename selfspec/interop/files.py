@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from selfspec.files import save_file
 from selfspec.heads.base import CONFIG_NAME, DraftHead, find_head
 
 UNPICKLE = Path(__file__).with_name("unpickle.py")
@@ -75,7 +76,7 @@ class Export:
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {name: value.detach().cpu().contiguous() for name, value in self.tensors.items()}
-        save_file(tensors, directory / self.weights_name, metadata={"format": "pt"})
+        save_file(tensors, directory / self.weights_name)
         (directory / CONFIG_NAME).write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -156,7 +156,6 @@ def _build(gguf_file: Path, directory: Path, report: Callable[[str], None]) -> N
     report("dequantising the weights and building the tokenizer")
     smollm2.convert(gguf_file, directory)
     weights_file = directory / WEIGHTS_NAME
-    weights_file.chmod(0o644)
     if sha256(weights_file) != WEIGHTS_SHA256:
         raise ValueError("the converted weights are not the expected ones: install the tested version of gguf")
     report("trying the converted model")

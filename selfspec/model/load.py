@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from selfspec.failures import first_line
+from selfspec.files import check_readable
 from selfspec.model.adapter import merge_adapter
 from selfspec.model.fuse import can_fuse, fuse
 from selfspec.model.packed_linear import can_pack, pack_linear_layers
@@ -88,6 +89,7 @@ def load_model(
         ValueError: the source is unknown or damaged, or its family cannot be served; the sentence says which.
     """
     resolved_device = resolve_device(device)
+    check_readable(file for name in ("*.json", "*.safetensors") for file in Path(source).glob(name))
     config = load_config(source, revision)
     check_family(config)
     quantized = dtype if dtype in QUANTIZED else None

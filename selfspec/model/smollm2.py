@@ -12,9 +12,10 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+
+from selfspec.files import save_file
 
 CONTROL_TOKEN = 3  # gguf.TokenType.CONTROL
 
@@ -41,7 +42,7 @@ def convert(gguf_file: Path, directory: Path) -> None:
     GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     ).save_pretrained(directory)
-    save_file(build_weights(reader, config), directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(build_weights(reader, config), directory / "model.safetensors")
     build_tokenizer(reader).save_pretrained(directory)
     # The saved class name differs between transformers versions; this one is known to all of them.
     settings_file = directory / "tokenizer_config.json"

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch.utils.data import Dataset
 
 from selfspec.drafters.shipped import identity
+from selfspec.files import save_file
 from selfspec.model.target import Target
 from selfspec.train.rows import PackedRows
 
