@@ -43,6 +43,8 @@ class TargetIdentity:
         vocab_size: number of rows of the embedding, padding rows included.
         tokenizer: hash of the token -> id map; "" if there was no tokenizer.
         embedding, lm_head: fingerprints of the two weights.
+        adapter, adapter_hash: name of the LoRA adapter that was merged into the target, and a hash of its weights; None and
+            "" if there was none.
     """
 
     name: str
@@ -54,10 +56,12 @@ class TargetIdentity:
     tokenizer: str
     embedding: tuple[float, ...]
     lm_head: tuple[float, ...]
+    adapter: str | None = None
+    adapter_hash: str = ""
 
     @classmethod
-    def of(cls, model: Any, tokenizer: Any, *, name: str, revision: str | None = None) -> TargetIdentity:
-        """The identity of a transformers causal LM."""
+    def of(cls, model: Any, tokenizer: Any, *, name: str, revision: str | None = None, **adapter: Any) -> TargetIdentity:
+        """The identity of a transformers causal LM; `adapter` may set adapter and adapter_hash."""
         config = model.config.get_text_config()
         embedding = model.get_input_embeddings().weight
         return cls(
@@ -70,10 +74,19 @@ class TargetIdentity:
             tokenizer="" if tokenizer is None else tokenizer_hash(tokenizer),
             embedding=fingerprint(embedding),
             lm_head=fingerprint(model.get_output_embeddings().weight),
+            **adapter,
         )
 
+    @property
+    def adaptation(self) -> str:
+        """The adapter in words: "with adapter NAME", or "without an adapter"."""
+        return "without an adapter" if self.adapter is None else f"with adapter {self.adapter}"
+
     def check(self, other: TargetIdentity) -> None:
-        """Raise a ValueError that names both sides unless `other` is the target this head was trained for."""
+        """Raise a ValueError that names both sides unless `other` is the target this head was trained for.
+
+        Another adapter passes, because the head still fits: only fewer of its drafts may be accepted.
+        """
         for name in ("hidden_size", "num_layers", "vocab_size"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:

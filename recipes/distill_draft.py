@@ -2,10 +2,15 @@
 
     accelerate launch recipes/distill_draft.py recipes/configs/draft_smollm2.yaml
 
-or with flags instead: `--target PATH_OR_ID --train_file train.jsonl --output_dir runs/draft --blocks 0 1 2 3`, and any of
-transformers' training arguments. The same command again continues from the last checkpoint. The layers are written to
-OUTPUT_DIR/head: `selfspec generate --drafter draft_model:OUTPUT_DIR/head`. `--save_model` also writes a whole model, for any
-engine, to OUTPUT_DIR/model.
+or, without a checkout:
+
+    accelerate launch -m selfspec.recipes.distill_draft draft_smollm2.yaml
+
+Every setting is also a flag, as in `--train_file train.jsonl --output_dir runs/draft --blocks 0 1 2 3`, and so are
+transformers' training arguments. The target is the one that `selfspec fetch` makes, unless `--target PATH_OR_ID` names
+another. The same command again continues from the last checkpoint. The layers are written to OUTPUT_DIR/head: `selfspec
+generate --drafter draft_model:OUTPUT_DIR/head`. `--save_model true` also writes a whole model, for any engine, to
+OUTPUT_DIR/model.
 """
 
 from __future__ import annotations

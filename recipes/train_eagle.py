@@ -2,21 +2,27 @@
 
     accelerate launch recipes/train_eagle.py recipes/configs/eagle_smollm2.yaml
 
-or with flags instead: `--target PATH_OR_ID --train_file train.jsonl --output_dir runs/eagle`, and any of transformers'
-training arguments. The same command again continues from the last checkpoint. The head is written to OUTPUT_DIR/head:
-`selfspec generate --drafter eagle:OUTPUT_DIR/head`.
+or, without a checkout:
+
+    accelerate launch -m selfspec.recipes.train_eagle eagle_smollm2.yaml
+
+Every setting is also a flag, as in `--train_file train.jsonl --output_dir runs/eagle`, and so are transformers' training
+arguments. The target is the one that `selfspec fetch` makes, unless `--target PATH_OR_ID` names another. The same command
+again continues from the last checkpoint. The head is written to OUTPUT_DIR/head: `selfspec generate --drafter
+eagle:OUTPUT_DIR/head`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from selfspec.drafters import EagleDrafter
+from selfspec.drafters import drafter_of
 from selfspec.drafters.shipped import identity
 from selfspec.failures import reported_failures
 from selfspec.heads.eagle import Eagle1Config, Eagle1Head, EagleConfig, EagleHead
+from selfspec.train.data import frequent_tokens
 from selfspec.train.losses import LossSettings
-from selfspec.train.trainer import frequent_tokens, run, set_up
+from selfspec.train.trainer import run, set_up
 
 
 @dataclass
@@ -65,7 +71,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     return run(
         head,
         setup,
-        make_drafter=lambda twin: EagleDrafter(target, twin, num_draft_tokens=shape.num_steps, num_nodes=24, width=6),
+        make_drafter=lambda twin: drafter_of(twin, target, num_draft_tokens=shape.num_steps, num_nodes=24, width=6),
         settings=settings,
     )
 

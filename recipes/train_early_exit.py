@@ -2,9 +2,14 @@
 
     accelerate launch recipes/train_early_exit.py recipes/configs/early_exit_smollm2.yaml
 
-or with flags instead: `--target PATH_OR_ID --train_file train.jsonl --output_dir runs/early_exit --exit_layer 8`, and any of
-transformers' training arguments. The same command again continues from the last checkpoint. The head is written to
-OUTPUT_DIR/head: `selfspec generate --drafter early_exit:OUTPUT_DIR/head`.
+or, without a checkout:
+
+    accelerate launch -m selfspec.recipes.train_early_exit early_exit_smollm2.yaml
+
+Every setting is also a flag, as in `--train_file train.jsonl --output_dir runs/early_exit --exit_layer 8`, and so are
+transformers' training arguments. The target is the one that `selfspec fetch` makes, unless `--target PATH_OR_ID` names
+another. The same command again continues from the last checkpoint. The head is written to OUTPUT_DIR/head: `selfspec
+generate --drafter early_exit:OUTPUT_DIR/head`.
 """
 
 from __future__ import annotations

@@ -2,21 +2,29 @@
 
     accelerate launch recipes/train_medusa.py recipes/configs/medusa_smollm2.yaml
 
-or with flags instead: `--target PATH_OR_ID --train_file train.jsonl --output_dir runs/medusa`, and any of transformers'
-training arguments. The same command again continues from the last checkpoint. The head is written to OUTPUT_DIR/head:
-`selfspec generate --drafter medusa:OUTPUT_DIR/head`.
+or, without a checkout:
+
+    accelerate launch -m selfspec.recipes.train_medusa medusa_smollm2.yaml
+
+Every setting is also a flag, as in `--train_file train.jsonl --output_dir runs/medusa`, and so are transformers' training
+arguments. The target is the one that `selfspec fetch` makes, unless `--target PATH_OR_ID` names another. The same command
+again continues from the last checkpoint. The head is written to OUTPUT_DIR/head: `selfspec generate --drafter
+medusa:OUTPUT_DIR/head`.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
-from selfspec.drafters import MedusaDrafter
+from selfspec.drafters import drafter_of
 from selfspec.drafters.shipped import identity
 from selfspec.failures import reported_failures
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
 from selfspec.train.losses import LossSettings
 from selfspec.train.trainer import run, set_up
+
+logger = logging.getLogger("selfspec.recipes")
 
 
 @dataclass
@@ -37,6 +45,10 @@ class MedusaArgs:
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     setup = set_up(MedusaArgs, arguments)
     target, shape = setup.target, setup.shape
+    if shape.has_root_input:
+        logger.warning(
+            "these heads read the tree's root, so no other engine serves them: --has_root_input false is for export"
+        )
     head = MedusaHead(
         MedusaConfig(
             target=identity(target),
@@ -50,7 +62,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     return run(
         head,
         setup,
-        make_drafter=lambda twin: MedusaDrafter(target, twin, num_nodes=24),
+        make_drafter=lambda twin: drafter_of(twin, target, num_nodes=24),
         settings=LossSettings(decay=shape.decay),
     )
 

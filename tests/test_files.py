@@ -102,6 +102,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("name", READERS)
 def test_what_may_not_be_read_is_told_as_such(name: str, denied: Path) -> None:
     with pytest.raises(
-        PermissionError, match=r"(model\.safetensors|config\.json) may not be read by this user: let its owner run `chmod a\+r"
+        PermissionError,
+        match=r"(model\.safetensors|config\.json) may not be read by this user: let its owner run `chmod a\+r",
     ):
         READERS[name](denied)

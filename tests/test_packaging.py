@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGE_FOLDERS = ("selfspec", "heads", "kernels", "app")
+PACKAGE_FOLDERS = ("selfspec", "heads", "kernels", "app", "recipes")
+LINKS = PACKAGE_FOLDERS[1:]
 
 
 def imported_modules(file: Path) -> set[str]:
@@ -29,7 +30,7 @@ def test_kernels_has_no_init():
     assert not (ROOT / "kernels" / "__init__.py").exists(), "it would hide the package of that name from transformers"
 
 
-@pytest.mark.parametrize("name", ["heads", "kernels", "app"])
+@pytest.mark.parametrize("name", LINKS)
 def test_links_are_relative(name):
     link = ROOT / "selfspec" / name
     assert link.is_symlink()
@@ -92,7 +93,7 @@ def test_wheel_holds_every_module_and_data_file(tmp_path):
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 copy.write_bytes(file.read_bytes())
                 expected.add(str(relative) if folder == "selfspec" else f"selfspec/{relative}")
-    for name in ("heads", "kernels", "app"):
+    for name in LINKS:
         (source / "selfspec" / name).symlink_to(Path("..", name))
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--wheel-dir", str(tmp_path), str(source)], check=True, capture_output=True)

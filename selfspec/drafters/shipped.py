@@ -8,6 +8,7 @@ from typing import Any
 
 from selfspec.drafters.names import HEADS, KINDS
 from selfspec.heads.base import CONFIG_NAME, DraftHead, TargetIdentity, find_head, read_config
+from selfspec.model.adapter import adapter_hash
 from selfspec.model.target import Target
 
 logger = logging.getLogger(__name__)
@@ -18,7 +19,10 @@ SHIPPED = Path(__file__).parents[1] / "heads" / "pretrained"
 
 def identity(target: Target) -> TargetIdentity:
     """What a head's config records about this target."""
-    return TargetIdentity.of(target.model, target.tokenizer, name=Path(target.name).name)
+    adapter: dict[str, str] = {}
+    if target.adapter is not None:
+        adapter = {"adapter": Path(target.adapter).name, "adapter_hash": adapter_hash(target.adapter)}
+    return TargetIdentity.of(target.model, target.tokenizer, name=Path(target.name).name, **adapter)
 
 
 def load_head(source: str | Path | None, target: Target, *, drafter: str, revision: str | None = None) -> DraftHead:
@@ -36,13 +40,20 @@ def load_head(source: str | Path | None, target: Target, *, drafter: str, revisi
     if head_type not in allowed:
         raise ValueError(f"{source} is a {head_type} head, and drafter {drafter} serves {' and '.join(allowed)} heads")
     head = HEADS[head_type].from_pretrained(directory, dtype=target.dtype)
-    head.config.target.check(identity(target))
-    if target.adapter is not None:
-        logger.warning(
-            "head %s: its card's acceptance was measured without adapter %s; `selfspec verify-head` measures both",
-            directory.name,
-            target.adapter,
-        )
+    ours, theirs = identity(target), head.config.target
+    theirs.check(ours)
+    if theirs.adapter_hash != ours.adapter_hash:
+        # Trained with none or another, so its acceptance is in doubt and not its fit.
+        if theirs.adapter is None:
+            doubt = (
+                f"its card's acceptance was measured without adapter {target.adapter}; `selfspec verify-head` measures both"
+            )
+        else:
+            doubt = (
+                f"it was trained {theirs.adaptation}, and the target is loaded {ours.adaptation}, so fewer of its drafts "
+                f"may be accepted: load the target with --adapter {theirs.adapter}"
+            )
+        logger.warning("head %s: %s", directory.name, doubt)
     return head
 
 

@@ -6,8 +6,10 @@ without the adapter still fit if it does not change embedding and LM head, but f
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +60,15 @@ def merge_adapter(model: PreTrainedModel, source: str | Path, *, target: str | P
     if Path(base).name.lower() != Path(target).name.lower():
         logger.warning("adapter %s was made for %s; its weights fit %s, and are used", source, base, target)
     return merged
+
+
+@cache
+def adapter_hash(source: str) -> str:
+    """A hash of the weights of an adapter that could be merged, by which a head knows it under any name."""
+    from peft import load_peft_weights
+
+    digest = hashlib.sha256()
+    for name, weight in sorted(load_peft_weights(source, device="cpu").items()):
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(weight.float().numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -29,6 +29,7 @@ class CardFacts:
         num_eval_tokens: most tokens decoded for each of its prompts.
         command: the command that trained the head.
         versions: versions of the packages that matter, by name.
+        adapter: Hub id of the LoRA adapter in the target, or the name of its folder.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class CardFacts:
     num_eval_tokens: int
     command: str
     versions: dict[str, str]
+    adapter: str | None = None
 
 
 def write_card(directory: Path, facts: CardFacts) -> None:
@@ -80,11 +82,15 @@ def public_command(arguments: Sequence[str]) -> str:
 
 def _body(facts: CardFacts) -> str:
     title = re.sub(r".*/", "", facts.target)
+    adapter = ""
+    if facts.adapter is not None:
+        title += f" with {re.sub('.*/', '', facts.adapter)}"
+        adapter = f" --adapter {facts.adapter}"
     sections = [
         f"# {facts.kind} head for {title}",
         f"A draft head of {facts.num_parameters / 1e6:.1f}M parameters for speculative decoding with selfspec. The target's "
         "output stays the same; the head makes it emit several tokens per pass.",
-        f"    selfspec generate --target {facts.target} --drafter {facts.kind}:PATH_OR_ID_OF_THIS_HEAD \\\n"
+        f"    selfspec generate --target {facts.target}{adapter} --drafter {facts.kind}:PATH_OR_ID_OF_THIS_HEAD \\\n"
         "        --prompt-file prompts.jsonl --output out.jsonl",
         "## Training data\n\n" + _list(facts.data),
         "## Training\n\n" + _list(facts.training) + f"\n\n    {facts.command}",

@@ -6,7 +6,6 @@ states of consecutive rows, and it is complete once it has its name. An interrup
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -83,10 +82,10 @@ def dump_features(
     num_shards = math.ceil(len(rows) / rows_per_shard)
     directory.mkdir(parents=True, exist_ok=True)
     record = {
-        # The name that the target was loaded under does not matter.
-        "target": {**asdict(identity(target)), "name": None, "revision": None},
+        # The names that the target and its adapter were loaded under do not matter.
+        "target": {**asdict(identity(target)), "name": None, "revision": None, "adapter": None},
         "hidden states": names,
-        "rows": _hash(rows),
+        "rows": rows.digest("input_ids", "position_ids"),
         "settings": {"dtype": str(dtype), "rows_per_shard": rows_per_shard},
     }
     _check_record(directory, record)
@@ -128,14 +127,6 @@ def _compute(rows: PackedRows, batch: slice, target: Target, names: tuple[int, .
     input_ids, position_ids = rows.input_ids[batch].to(target.device), rows.position_ids[batch].to(target.device)
     states = target.hidden_states(input_ids, position_ids, names)
     return torch.stack([states[name] for name in names], dim=1)
-
-
-def _hash(rows: PackedRows) -> str:
-    """A hash of all that the target reads. The loss mask is left out, because it may change."""
-    digest = hashlib.sha256(repr(tuple(rows.input_ids.shape)).encode())
-    for tensor in (rows.input_ids, rows.position_ids):
-        digest.update(tensor.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _check_record(directory: Path, record: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
 from selfspec.failures import first_line
+from selfspec.files import share
 from selfspec.train.checkpoints import PARTIAL, last_checkpoint
 from selfspec.train.evaluation import EvalPrompt, Evaluator
 
@@ -69,7 +70,7 @@ class HeadTrainer(Trainer):
         Processes and accumulated batches hold unequal numbers of answer tokens, so a mean of their means would give tokens
         unequal weights.
         """
-        self._last_log = self._last_log or (self.state.global_step, self._clock())
+        self._last_log = self._last_log or (self.state.global_step, self.clock())
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches or (num_batches == 1 and self.args.world_size == 1):
             # The batch is the whole step, and counts for itself.
@@ -135,14 +136,15 @@ class HeadTrainer(Trainer):
         values = torch.stack([metrics[name].float() for name in metrics])
         figures = dict(zip(metrics, self.accelerator.reduce(values, "mean").tolist(), strict=True))
         assert self._last_log is not None
-        (last_step, last_seconds), (step, seconds) = self._last_log, (self.state.global_step, self._clock())
+        (last_step, last_seconds), (step, seconds) = self._last_log, (self.state.global_step, self.clock())
         figures["tokens_per_second"] = (step - last_step) * self.tokens_per_step / (seconds - last_seconds)
         self._last_log = (step, seconds)
         if self.args.device.type == "cuda":
             figures["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return figures
 
-    def _clock(self) -> float:
+    def clock(self) -> float:
+        """Seconds, those of evaluations not counted."""
         return time.perf_counter() - self.seconds_paused
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -170,8 +172,9 @@ class HeadTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             shutil.rmtree(folder / name, ignore_errors=True)
+            share(folder / PARTIAL / name)
             (folder / PARTIAL / name).replace(folder / name)
-            rotate_checkpoints(str(folder), save_total_limit=self.args.save_total_limit, use_mtime=True)
+            rotate_checkpoints(str(folder), save_total_limit=self.args.save_total_limit, use_mtime=False)
 
 
 class EvaluationCallback(TrainerCallback):

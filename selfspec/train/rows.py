@@ -7,6 +7,7 @@ the row's end.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from bisect import bisect_left, insort
 from collections import defaultdict
@@ -29,6 +30,7 @@ class PackedRows(Dataset[dict[str, torch.Tensor]]):
         num_tokens: tokens of conversations, padding not counted.
         num_lost_tokens: tokens that were cut off at the end of a row, and tokens of samples that were left out because the
             part that fitted had nothing to train on.
+        num_cut_samples, num_left_out_samples: samples that lost their end, and samples that were left out.
     """
 
     input_ids: torch.Tensor
@@ -36,6 +38,8 @@ class PackedRows(Dataset[dict[str, torch.Tensor]]):
     position_ids: torch.Tensor
     num_tokens: int
     num_lost_tokens: int
+    num_cut_samples: int = 0
+    num_left_out_samples: int = 0
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -47,22 +51,31 @@ class PackedRows(Dataset[dict[str, torch.Tensor]]):
             "position_ids": self.position_ids[index],
         }
 
+    def digest(self, *names: str) -> str:
+        """A hash of some of the rows' tensors, by name."""
+        digest = hashlib.sha256(repr(tuple(self.input_ids.shape)).encode())
+        for name in names:
+            digest.update(getattr(self, name).numpy().tobytes())
+        return digest.hexdigest()
+
     @property
     def fill_rate(self) -> float:
         """The share of the rows' tokens that is not padding."""
         return self.num_tokens / max(1, self.input_ids.numel())
 
 
-def pack(samples: Sequence[Sample], length: int, *, pad_id: int = 0, seed: int = 0) -> PackedRows:
+def pack(samples: Sequence[Sample], length: int, *, pad_id: int = 0, seed: int = 0, is_shared: bool = True) -> PackedRows:
     """Pack by best fit, longest sample first. `seed` decides the order of the rows.
 
     Args:
         length: L, tokens of a row.
+        is_shared: several samples may share a row.
     """
     if length < 1:
         raise ValueError(f"length={length} is not allowed: use at least 1 token")
     fitting = [sample for sample in samples if any(sample.loss_mask[:length])]
-    bins = _best_fit([min(len(sample.input_ids), length) for sample in fitting], length)
+    sizes = [min(len(sample.input_ids), length) for sample in fitting]
+    bins = _best_fit(sizes, length) if is_shared else [[index] for index in range(len(sizes))]
     random.Random(seed).shuffle(bins)
 
     R, L = len(bins), length
@@ -81,7 +94,10 @@ def pack(samples: Sequence[Sample], length: int, *, pad_id: int = 0, seed: int =
         position_ids[row, start:] = torch.arange(L - start)
         num_tokens += start
     num_given = sum(len(sample.input_ids) for sample in samples)
-    return PackedRows(input_ids, loss_mask, position_ids, num_tokens, num_given - num_tokens)
+    num_cut = sum(len(sample.input_ids) > length for sample in fitting)
+    return PackedRows(
+        input_ids, loss_mask, position_ids, num_tokens, num_given - num_tokens, num_cut, len(samples) - len(fitting)
+    )
 
 
 def _best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:

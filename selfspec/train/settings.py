@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.utils import is_torch_bf16_gpu_available
 
 from selfspec.traffic.sources import SUFFIXES
+
+# The recipes' own settings, which an installed package has too.
+CONFIGS = Path(__file__).parents[1] / "recipes" / "configs"
 
 # The least that is allowed, where transformers takes less and then fails late or does something else.
 LEAST = {
@@ -24,13 +31,30 @@ LEAST = {
     "gradient_accumulation_steps": 1,
 }
 
+# Settings of transformers' that would be taken and not followed, and what holds instead.
+UNUSED = {
+    "load_best_model_at_end": "the head of the last step is saved, and earlier ones are in the checkpoints",
+    "resume_from_checkpoint": "a run continues from the newest checkpoint in its output_dir",
+    "label_smoothing_factor": "the label is the target's own distribution",
+    "neftune_noise_alpha": "heads have no embedding of their own",
+    "activation_checkpointing": "only the head keeps activations, which are few",
+}
+# Trackers that have an extra of selfspec's.
+EXTRAS = ("tensorboard", "trackio")
+
 
 @dataclass
 class DataArgs:
     """Where the target and its answers are."""
 
-    target: str = field(metadata={"help": "folder or Hub id of the frozen target"})
     train_file: str = field(metadata={"help": "conversations with the target's own answers, JSON lines"})
+    target: str | None = field(
+        default=None,
+        metadata={"help": "folder or Hub id of the frozen target; by default the one that `selfspec fetch` makes"},
+    )
+    adapter: str | None = field(
+        default=None, metadata={"help": "folder or Hub id of a LoRA adapter (PEFT) that is merged into the target"}
+    )
     held_out_file: str | None = field(default=None, metadata={"help": "conversations for evaluation"})
     final_eval_file: str | None = field(default=None, metadata={"help": "prompt file for the last evaluation, for the card"})
     row_length: int = field(default=1024, metadata={"help": "tokens of a packed row"})
@@ -48,6 +72,30 @@ class DataArgs:
     def __post_init__(self) -> None:
         for name, least in {"row_length": 1, "num_eval_prompts": 0, "num_eval_tokens": 1}.items():
             _check_least(self, name, least)
+
+
+@dataclass
+class RecipeArguments(TrainingArguments):
+    """transformers' training arguments, with defaults that depend on where a recipe runs."""
+
+    bf16: bool | None = field(
+        default=None, metadata={"help": "compute in bfloat16; by default where the GPU does, unless fp16 is given"}
+    )
+    disable_tqdm: bool | None = field(
+        default=None, metadata={"help": "lines of progress instead of a bar; by default where stderr is no terminal"}
+    )
+    save_total_limit: int | None = field(default=2, metadata={"help": "checkpoints to keep; older ones are deleted"})
+
+    def __post_init__(self) -> None:
+        on_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
+        has_bf16 = not on_cpu and is_torch_bf16_gpu_available()
+        if self.bf16 and not has_bf16 and not on_cpu:
+            raise ValueError("bf16=True needs a GPU that computes in bfloat16: leave it out, and the device decides")
+        if self.bf16 is None:
+            self.bf16 = has_bf16 and not self.fp16
+        if self.disable_tqdm is None:
+            self.disable_tqdm = not sys.stderr.isatty()
+        super().__post_init__()
 
 
 def parse(parser: HfArgumentParser, arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
@@ -86,6 +134,13 @@ def check_training(args: TrainingArguments) -> None:
     # Unless it is given, epochs decide.
     if args.max_steps != -1:
         _check_least(args, "max_steps", 1)
+    defaults = {setting.name: setting.default for setting in fields(TrainingArguments)}
+    for name, instead in UNUSED.items():
+        if getattr(args, name, None) and getattr(args, name) != defaults[name]:
+            raise ValueError(f"{name} has no effect here, because {instead}: leave it out")
+    if args.eval_strategy not in ("no", "steps"):
+        raise ValueError(f"eval_strategy={args.eval_strategy.value} is not known here: use eval_steps, a number of steps")
+    _check_trackers(args)
     if args.n_gpu > 1:
         raise ValueError(
             f"{args.n_gpu} GPUs are visible to one process: start the recipe with accelerate launch, which gives each its "
@@ -101,8 +156,27 @@ def _check_least(settings: Any, name: str, least: int) -> None:
         raise ValueError(f"{name}={value} is not allowed: use at least {least}")
 
 
+def _check_trackers(args: TrainingArguments) -> None:
+    """Raise a ValueError that names a tracker that is not installed."""
+    available = get_available_reporting_integrations()
+    for name in args.report_to:
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise ValueError(f"report_to={name} is not known: use none, all or {', '.join(sorted(INTEGRATION_TO_CALLBACK))}")
+        if name not in available:
+            package = f"'selfspec[{name}]'" if name in EXTRAS else name
+            raise ValueError(
+                f"report_to={name} cannot be used, because {name} is not installed: pip install {package}, or leave it out "
+                f"(installed: {', '.join(available) or 'none'})"
+            )
+
+
 def _flags_in(file: Path) -> list[str]:
-    """A YAML file's settings as flags, because `parse_yaml_file` converts no types and lets no flag override a setting."""
+    """A YAML file's settings as flags, because `parse_yaml_file` converts no types and lets no flag override a setting.
+
+    A name that is no file is looked up among the recipes' own configs, for those who have no checkout.
+    """
+    if not file.exists() and (CONFIGS / file).is_file():
+        file = CONFIGS / file
     try:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -111,6 +185,8 @@ def _flags_in(file: Path) -> list[str]:
         mark = getattr(error, "problem_mark", None)
         place = "" if mark is None else f"line {mark.line + 1}: "
         raise ValueError(f"{file} is not YAML ({place}{getattr(error, 'problem', error)}): mend it") from error
+    if settings is None:
+        raise ValueError(f"{file} holds no settings: write one `name: value` per line")
     if not isinstance(settings, dict):
         raise ValueError(f"{file} is no list of settings: write one `name: value` per line")
     flags: list[str] = []

@@ -18,7 +18,7 @@ from selfspec.model.load import load_model, resolve_dtype
 from selfspec.model.target import Target
 
 
-def load_sharded(source: str, *, dtype: str, device: torch.device, num_processes: int) -> Target:
+def load_sharded(source: str, *, dtype: str, device: torch.device, num_processes: int, adapter: str | None = None) -> Target:
     """The target with its decoder layers sharded over all processes. Each process first reads it into host memory.
 
     Raises:
@@ -28,13 +28,13 @@ def load_sharded(source: str, *, dtype: str, device: torch.device, num_processes
         raise ValueError("shard_target needs several processes: start the recipe with accelerate launch --num_processes N")
     # Resolved for the device, because `auto` is float32 on the CPU, where the model is loaded first.
     resolved = resolve_dtype(dtype, AutoConfig.from_pretrained(source), device)
-    model, tokenizer = load_model(source, dtype=resolved, device="cpu", use_packing=False)
+    model, tokenizer = load_model(source, dtype=resolved, device="cpu", adapter=adapter, use_packing=False)
     mesh = init_device_mesh(device.type, (num_processes,))
     for layer in decoder_layers(model)[1]:
         # Each layer is a root to FSDP, which keeps roots gathered unless told otherwise.
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         layer.register_forward_pre_hook(_gather, prepend=True)
-    return Target(model.to(device), tokenizer, name=source)
+    return Target(model.to(device), tokenizer, name=source, adapter=adapter)
 
 
 def _gather(layer: nn.Module, args: object) -> None:

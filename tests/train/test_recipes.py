@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -135,10 +136,11 @@ def test_no_answer_to_train_on_is_one_sentence(recipe: Recipe, flags: Flags, dat
 
 
 def test_a_terminal_sees_the_progress(
-    recipe: Recipe, flags: Flags, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Recipe, flags: Flags, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As in a process of its own: what ran before may have silenced transformers.
     transformers_logging.set_verbosity_warning()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     recipe("medusa").main([flag for flag in flags(tmp_path / "run") if "disable_tqdm" not in flag])
     assert "4/4 [" in capsys.readouterr().err
 
