@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import os
 import subprocess
 import sys
 import tomllib
@@ -100,3 +101,10 @@ def test_wheel_holds_every_module_and_data_file(tmp_path):
     [wheel] = tmp_path.glob("selfspec-*.whl")
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("selfspec/")}
     assert packed == expected
+
+    # Without a checkout, recipes are modules.
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    command = [sys.executable, "-m", "selfspec.recipes.train_medusa", "--help"]
+    path = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    shown = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True, check=False)
+    assert shown.returncode == 0 and "--num_heads" in shown.stdout, shown.stderr
