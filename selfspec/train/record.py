@@ -59,9 +59,9 @@ def write_record(
     }
     (directory.parent / RECORD_NAME).write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
     write_card(directory, _card_facts(head, setup, trainer, final))
-    adapter = f" --adapter {setup.data.adapter}" if setup.data.adapter else ""
+    flags = [f"--{name} {value}" for name in ("target", "adapter") if (value := getattr(setup.data, name))]
     kind = kind_of_head(head.config.head_type).name
-    logger.info("serve it: selfspec generate --target %s%s --drafter %s:%s …", setup.target.name, adapter, kind, directory)
+    logger.info("serve it: %s …", " ".join(["selfspec generate", *flags, f"--drafter {kind}:{directory}"]))
 
 
 def _not_drafted(head: DraftHead, rows: PackedRows) -> dict[str, dict[str, int]]:

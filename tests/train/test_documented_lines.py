@@ -21,7 +21,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from selfspec.heads.base import read_config
-from selfspec.model.default_target import MANIFEST_NAME
+from selfspec.model.default_target import MANIFEST_NAME, default_target
 from selfspec.train.settings import CONFIGS
 
 pytest.importorskip("accelerate", reason="training needs accelerate: pip install 'selfspec[train]'")
@@ -38,16 +38,19 @@ SMALLEST = [
     *("--row_length=64", "--per_device_train_batch_size=2", "--max_steps=2", "--save_steps=2", "--eval_steps=2"),
     *("--num_eval_prompts=2", "--num_eval_tokens=4", "--use_cpu=true", "--disable_tqdm=true", "--report_to=none"),
 ]
-RECIPE = r"(?:recipes/|selfspec\.recipes\.)(train_\w+|distill_draft)(?:\.py)?"
+PREPARING = ["--max-new-tokens=4", "--batch-size=16"]
+RECIPE = r"(?:recipes/|selfspec\.recipes\.)(train_\w+|distill_draft|prepare_data)(?:\.py)?"
+# What a page has in place of a path of the reader's own.
+PLACEHOLDER = "PATH_OR_ID"
 
 
 def lines() -> Iterator[list[str]]:
-    """The words of every line that starts a training."""
+    """The words of every line that starts a recipe; for a target of the reader's own, the default one will do."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         for line in re.findall(r"^#? *((?:accelerate launch|python) [^`\n]*)", text, re.MULTILINE):
             if re.search(RECIPE, line) and "…" not in line:
-                yield shlex.split(line)
+                yield shlex.split(line.replace(f" --target {PLACEHOLDER}", ""))
 
 
 def parted(words: list[str]) -> tuple[list[str], str, tuple[str, ...]]:
@@ -73,6 +76,9 @@ def folder(data: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, 
     (target / MANIFEST_NAME).write_text("{}")
     monkeypatch.setenv("SELFSPEC_CACHE", str(target.parent))
     reader = tmp_path / "reader"
+    for name in ("logs", "log"):
+        (reader / name).mkdir(parents=True)
+        shutil.copy(data, reader / name)
     for name in ("data", "data/mine"):
         (reader / name).mkdir(parents=True)
         for part in ("train", "heldout"):
@@ -86,21 +92,35 @@ def output_of(arguments: tuple[str, ...]) -> Path:
     """The output folder that the arguments name, or their config."""
     config = CONFIGS / Path(arguments[0]).name
     text = config.read_text() if config.is_file() else " ".join(arguments)
-    found = re.search(r"output_dir[:= ] *(\S+)", text)
-    assert found
-    return Path(found[1])
+    found = re.findall(r"output_dir[:= ] *(\S+)", f"{text} {' '.join(arguments)}")
+    return Path(found[-1])
 
 
 def test_the_pages_start_every_recipe() -> None:
-    names = {file.stem for file in (ROOT / "recipes").glob("*.py")} - {"prepare_data", "__init__"}
+    names = {file.stem for file in (ROOT / "recipes").glob("*.py")}
     assert {name for name, _ in RUNS} == names
-    assert len(RUNS) >= 2 * len(names)
+    assert len(RUNS) > 2 * len(names)
+
+
+def make_adapter(target: Path, directory: Path) -> None:
+    peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'selfspec[lora]'")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(LlamaForCausalLM.from_pretrained(target), lora).save_pretrained(directory)
 
 
 @pytest.mark.parametrize(("name", "arguments"), RUNS, ids=[" ".join((name, *arguments))[:70] for name, arguments in RUNS])
-def test_a_documented_line_trains_a_head(
+def test_a_documented_line_does_what_its_page_says(
     name: str, arguments: tuple[str, ...], folder: Path, recipe: Callable[[str], ModuleType]
 ) -> None:
+    if PLACEHOLDER in arguments:
+        make_adapter(default_target(), folder / PLACEHOLDER)
+    if name == "prepare_data":
+        pytest.importorskip("datasketch", reason="cleaning needs datasketch: pip install 'selfspec[train]'")
+        output = folder / arguments[arguments.index("--output-dir") + 1]
+        shutil.rmtree(folder / "data")
+        recipe(name).main([*arguments, *PREPARING])
+        assert (output / "train.jsonl").stat().st_size > 0
+        return
     kind = name.removeprefix("train_").removeprefix("distill_")
     recipe(kind).main([*arguments, *SMALLEST])
     assert read_config(folder / output_of(arguments) / "head")
