@@ -17,6 +17,7 @@ from selfspec.files import save_file, share
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
 from selfspec.interop.draft_model import write_draft_model
 from selfspec.interop.files import Export, read_checkpoint
+from selfspec.model.adapter import merge_adapter
 from selfspec.model.load import load_model
 
 WEIGHTS = {"weight": torch.arange(6.0).reshape(2, 3)}
@@ -77,6 +78,7 @@ def denied() -> Iterator[Path]:
         write_head(directory / "head")
         tiny_model("llama").save_pretrained(directory / "model")
         write_head(directory / "secret")
+        save_file(WEIGHTS, directory / "adapter_model.safetensors")
         for file in (*directory.rglob("*.safetensors"), directory / "secret" / "config.json"):
             file.chmod(0)
         is_root = os.geteuid() == 0
@@ -106,3 +108,9 @@ def test_what_may_not_be_read_is_told_as_such(name: str, denied: Path) -> None:
         match=r"(model\.safetensors|config\.json) may not be read by this user: let its owner run `chmod a\+r",
     ):
         READERS[name](denied)
+
+
+def test_an_adapter_that_may_not_be_read_is_told_as_such(denied: Path) -> None:
+    pytest.importorskip("peft", reason="adapters need peft: pip install 'selfspec[lora]'")
+    with pytest.raises(PermissionError, match=r"adapter_model\.safetensors may not be read by this user"):
+        merge_adapter(tiny_model("llama"), denied, target="llama")

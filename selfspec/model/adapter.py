@@ -16,6 +16,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from selfspec.failures import first_line
+from selfspec.files import check_readable
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +30,13 @@ def merge_adapter(model: PreTrainedModel, source: str | Path, *, target: str | P
 
     Raises:
         ValueError: PEFT is missing, or the adapter is missing, of another kind or for another model.
+        PermissionError: this user may not read the adapter.
     """
     try:
         from peft import LoraConfig, PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
     except ImportError as error:
         raise ValueError("an adapter needs peft: pip install 'selfspec[lora]'") from error
+    check_readable(Path(source).glob("adapter_*"))
     try:
         config = PeftConfig.from_pretrained(str(source))
         weights = load_peft_weights(str(source), device="cpu")

@@ -38,6 +38,8 @@ UNUSED = {
     "label_smoothing_factor": "the label is the target's own distribution",
     "neftune_noise_alpha": "heads have no embedding of their own",
     "activation_checkpointing": "only the head keeps activations, which are few",
+    # The name of the same in older versions.
+    "gradient_checkpointing": "only the head keeps activations, which are few",
 }
 # Trackers that have an extra of selfspec's.
 EXTRAS = ("tensorboard", "trackio")
@@ -96,6 +98,8 @@ class RecipeArguments(TrainingArguments):
         if self.disable_tqdm is None:
             self.disable_tqdm = not sys.stderr.isatty()
         super().__post_init__()
+        # Pinned memory needs a device, and torch would warn.
+        self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type != "cpu"
 
 
 def parse(parser: HfArgumentParser, arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
