@@ -104,8 +104,8 @@ def run(
         make_drafter: what serves a copy of the head at evaluations.
 
     Raises:
-        ValueError: the target or the data cannot be trained on, the output folder belongs to another head or target, or the
-            Hub does not take the head (which is then in the output folder).
+        ValueError: the target or the data cannot be trained on, the output folder belongs to another run, or the Hub does
+            not take the head (which is then in the output folder).
         FloatingPointError: a loss is not finite.
     """
     data, target = setup.data, setup.target
