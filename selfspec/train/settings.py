@@ -99,7 +99,8 @@ class RecipeArguments(TrainingArguments):
             self.disable_tqdm = not sys.stderr.isatty()
         super().__post_init__()
         # Pinned memory needs a device, and torch would warn.
-        self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type != "cpu"
+        if self.device.type == "cpu":
+            self.dataloader_pin_memory = False
 
 
 def parse(parser: HfArgumentParser, arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
