@@ -1,112 +1,155 @@
 """The loop's last stage: token ids to text pieces as they come, cut at the first stop string.
 
-Invariant: the pieces joined are the final text. No piece holds a part of a stop string or half a character.
+Invariants: the pieces joined are the final text. No piece holds a part of a stop string or half a character. A token's cost
+does not grow with the text.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from typing import Any
 
-# As many ids of the context are decoded with the first ids of the text.
+from selfspec.loop.stop_strings import StopString
+
+# A part of a character is decoded to this. A character at the text's end may still become another one.
+HALF = "\ufffd"
+# Among so many last ids of a context there is one that makes text.
 MAX_CONTEXT = 8
+# No more ids wait for the rest of a character, because a run of bytes that are none may be long.
+MAX_PENDING = 32
+
+
+def text_of(tokenizer: Any, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    """The text of token ids. It is not cleaned up, because that takes back spaces that were shown."""
+    return tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+
+def context_of(tokenizer: Any, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> list[int]:
+    """The last ids that make whole characters, after which other ids are decoded; none if there are no such ids.
+
+    Many tokenizers drop a space at the very beginning, and an answer's first space is not at the beginning.
+    """
+    for size in range(1, min(MAX_CONTEXT, len(token_ids)) + 1):
+        last = list(token_ids[-size:])
+        text = text_of(tokenizer, last, skip_special_tokens=skip_special_tokens)
+        if text and not text.endswith(HALF):
+            return last
+    return []
 
 
 class TextStream:
     """Incremental detokenisation of one sequence.
 
     Args:
-        tokenizer: anything with transformers' `decode(ids, skip_special_tokens=True)`; None for no text at all.
+        tokenizer: anything with transformers' `decode`; None for no text at all.
         stop: strings that end the text.
-        context: ids that come before the text, of which the last few are enough. Many tokenizers drop a space at the very
-            beginning, and an answer's first space is not at the beginning.
+        context: ids that come before the text.
+        skip_special_tokens: leave special tokens out of the text.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, context: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        *,
+        context: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+    ) -> None:
         if tokenizer is None and stop:
             raise ValueError(f"stop={tuple(stop)!r} needs a tokenizer, and this target has none: use stop_token_ids")
         self._tokenizer = tokenizer
-        self._stop = tuple(stop)
-        self._ids: list[int] = list(context[-MAX_CONTEXT:]) if tokenizer is not None else []
-        if self._ids and self._decode(self._ids).endswith("\ufffd"):
-            # The context ends within a character, so it cannot be told apart from what follows.
-            self._ids = []
-        # Only ids from `_start` on are decoded again. The context and the text have those up to `_known`, and the text has
-        # `_num_ahead` characters more.
-        self._start = 0
-        self._known = len(self._ids)
-        self._num_ahead = 0
-        self.text = ""
+        self._skip_special_tokens = skip_special_tokens
+        self._stops = [StopString(string) for string in stop]
+        # Text in a buffer, because a string would be copied for every token.
+        self._text = io.StringIO()
+        self._num_characters = 0
         self._num_taken = 0
+        # Ids whose text may still change, how many of its characters are in the text already, and the ids before them with
+        # their text.
+        self._pending: list[int] = []
+        self._num_ahead = 0
+        self._before: list[int] = []
+        self._text_before = ""
+        if tokenizer is not None:
+            self._note_before(context_of(tokenizer, context, skip_special_tokens=skip_special_tokens))
         self.stop_string: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self._text.getvalue()
 
     def push(self, token_id: int, *, may_stop: bool = True) -> bool:
         """Add a token. Returns True when it completes a stop string; the text then ends before that string."""
         if self._tokenizer is None:
             return False
-        self._ids.append(token_id)
+        self._pending.append(token_id)
         fresh = self._fresh_text()
-        if not fresh:
+        begin = self._num_characters
+        self._append(fresh)
+        ends = [(begin + end - len(stop.string), stop) for stop in self._stops if (end := stop.read(fresh)) is not None]
+        if not ends or not may_stop:
             return False
-        begin = len(self.text)
-        self.text += fresh
-        return may_stop and self._cut(begin)
+        # Of several the one that begins first.
+        self._num_characters, stop = min(ends, key=lambda end: end[0])
+        self._text.truncate(self._num_characters)
+        self.stop_string = stop.string
+        return True
 
     def finish(self) -> None:
         """End the text. Half a character that was held back is added as it is, because no token follows."""
-        if self._tokenizer is not None and self.stop_string is None:
-            self.text += self._decode(self._ids[self._start :])[self._num_known_characters() :]
-            self._start = self._known = len(self._ids)
-            self._num_ahead = 0
+        if self.stop_string is None and self._pending:
+            self._append(self._settle(len(self._pending), self._decode_after(self._pending)))
 
     def take(self, *, is_last: bool = False) -> str:
         """The text that may be shown and was not taken before; all the rest once the sequence has ended."""
-        end = len(self.text) if is_last or self.stop_string is not None else len(self.text) - self._held_back()
-        piece = self.text[self._num_taken : end]
+        is_open = not is_last and self.stop_string is None
+        end = self._num_characters - (max((stop.size for stop in self._stops), default=0) if is_open else 0)
+        self._text.seek(self._num_taken)
         self._num_taken = max(self._num_taken, end)
-        return piece
+        return self._text.read(self._num_taken - self._text.tell())
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+    def _append(self, text: str) -> None:
+        self._text.seek(self._num_characters)
+        self._text.write(text)
+        self._num_characters += len(text)
 
-    def _num_known_characters(self) -> int:
-        """How many of the characters decoded from `_start` on are in the text already."""
-        return len(self._decode(self._ids[self._start : self._known])) + self._num_ahead
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return text_of(self._tokenizer, token_ids, skip_special_tokens=self._skip_special_tokens)
+
+    def _decode_after(self, token_ids: Sequence[int]) -> str:
+        """The text of ids in their place, after `_before`."""
+        whole = self._decode([*self._before, *token_ids])
+        if whole.startswith(self._text_before):
+            return whole[len(self._text_before) :]
+        # Some tokenizers decode a run of bytes as one: where it is no valid text, the characters before are lost with it.
+        return self._decode(token_ids)
+
+    def _note_before(self, token_ids: list[int]) -> None:
+        self._before, self._text_before = token_ids, self._decode(token_ids)
 
     def _fresh_text(self) -> str:
-        """The whole characters that the last ids add; half a character at the end waits for its other half.
-
-        Decoding starts a few tokens earlier, at one that is not empty, because a token's text can depend on what comes
-        before it (leading spaces).
-        """
-        decoded = self._decode(self._ids[self._start :])
-        whole = decoded.rstrip("\ufffd")
-        fresh = whole[self._num_known_characters() :]
-        if len(whole) < len(decoded):
-            self._num_ahead += len(fresh)
-        elif fresh:
-            self._start, self._known, self._num_ahead = self._known, len(self._ids), 0
+        """The whole characters that the last ids add; half a character at the end waits for its other half."""
+        decoded = self._decode_after(self._pending)
+        whole = decoded.rstrip(HALF)
+        if decoded and len(whole) == len(decoded):
+            return self._settle(len(self._pending), decoded)
+        if not decoded and self._text_before:
+            # Special tokens that are left out, for instance.
+            self._pending.clear()
+            return ""
+        if len(self._pending) > MAX_PENDING:
+            # A character has at most four bytes, so only the last three ids can be part of one that will be whole.
+            count = len(self._pending) - 3
+            return self._settle(count, self._decode_after(self._pending[:count])) + self._fresh_text()
+        fresh = whole[self._num_ahead :]
+        self._num_ahead += len(fresh)
         return fresh
 
-    def _cut(self, begin: int) -> bool:
-        """End the text before the earliest stop string that the characters from `begin` on complete."""
-        found: tuple[int, str] | None = None
-        for stop in self._stop:
-            at = self.text.find(stop, max(0, begin - len(stop) + 1))
-            if at >= 0 and (found is None or at < found[0]):
-                found = (at, stop)
-        if found is None:
-            return False
-        self.text = self.text[: found[0]]
-        self.stop_string = found[1]
-        return True
-
-    def _held_back(self) -> int:
-        """Length of the longest end of the text that may be the beginning of a stop string."""
-        longest = 0
-        for stop in self._stop:
-            for size in range(min(len(stop) - 1, len(self.text)), longest, -1):
-                if self.text.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest
+    def _settle(self, count: int, text: str) -> str:
+        """Take the first pending ids, which make `text`, as they are; returns what of it is not in the text yet."""
+        fresh = text[self._num_ahead :]
+        self._num_ahead = max(self._num_ahead - len(text), 0)
+        self._note_before(self._pending[:count])
+        del self._pending[:count]
+        return fresh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +12,8 @@ from strategies import PROPERTY
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from selfspec.loop.text import TextStream
+from selfspec.loop.stop_strings import StopString
+from selfspec.loop.text import MAX_PENDING, TextStream, context_of
 
 # Merges from this text put spaces and letters into one token with the first bytes of the character that follows.
 TEXT = "naïve café – “déjà vu” … 日本語 日本 émigré 🙂🙃 🙂 the cat, the café… “the” – the end é à 日 🙂"
@@ -206,6 +208,167 @@ def test_leading_spaces_and_byte_tokens_survive_being_streamed(parts: list[list[
     ids = [token for part in parts for token in part]
     text_stream, pieces, _ = run(SENTENCE_PIECE, ids, step_sizes=sizes)
     assert "".join(pieces) == text_stream.text == decoded(SENTENCE_PIECE, ids)
+
+
+def of_bytes(data: bytes) -> list[int]:
+    return [2 + byte for byte in data]
+
+
+THE, CAT = (2 + 256 + i for i in (1, 2))
+
+
+@pytest.mark.parametrize("characters", ["한국어", "é😂é😂", "日é本é", "한 국"])
+def test_an_answer_keeps_its_space_after_characters_of_several_tokens(characters: str) -> None:
+    """Wherever the last ids of the context begin, and whatever they cut."""
+    context = [THE, *of_bytes(characters.encode())]
+    text_stream = TextStream(SENTENCE_PIECE, context=context)
+    text_stream.push(CAT)
+    assert text_stream.text == " cat"
+    assert decoded(SENTENCE_PIECE, [*context, CAT]) == f"the{characters} cat"
+
+
+def test_half_a_character_at_a_contexts_end_is_no_context() -> None:
+    assert context_of(SENTENCE_PIECE, [THE, *of_bytes("한".encode()[:2])]) == []
+    assert context_of(SENTENCE_PIECE, [1, 1, 1]) == [] and context_of(SENTENCE_PIECE, []) == []
+    assert context_of(SENTENCE_PIECE, [THE, 1, 1]) == [THE, 1, 1]
+
+
+def test_bytes_that_are_no_character_leave_those_before_and_after_alone() -> None:
+    """Some tokenizers decode a run of bytes as one, and one bad byte spoils the run."""
+    text_stream = TextStream(SENTENCE_PIECE, context=[THE])
+    shown = ""
+    for token in [*of_bytes("é".encode()), *of_bytes(b"\xe2"), CAT, *of_bytes("日".encode()), CAT]:
+        text_stream.push(token)
+        shown += text_stream.take()
+    assert shown == text_stream.text == f"é{REPLACEMENT} cat日 cat"
+
+
+class Counting:
+    """A tokenizer that counts the ids it decodes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.tokenizer = tokenizer
+        self.num_decoded = 0
+
+    def decode(self, ids: list[int], **options: bool) -> str:
+        self.num_decoded += len(ids)
+        return self.tokenizer.decode(ids, **options)
+
+
+STRAY = BYTE_LEVEL.convert_tokens_to_ids("¡")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "ids", "context"),
+    [
+        (BYTE_LEVEL, BYTE_LEVEL(TEXT).input_ids, []),
+        (BYTE_LEVEL, [STRAY], []),
+        (BYTE_LEVEL, [END], BYTE_LEVEL("the").input_ids),
+        (BYTE_LEVEL, [END], []),
+        (SENTENCE_PIECE, of_bytes(b"\xe2"), [THE]),
+        (SENTENCE_PIECE, [THE, *of_bytes("日".encode())], []),
+    ],
+    ids=["text", "stray bytes", "special tokens", "nothing but special tokens", "stray byte tokens", "byte tokens"],
+)
+def test_every_token_costs_the_same_in_a_long_answer(
+    tokenizer: PreTrainedTokenizerFast, ids: list[int], context: list[int]
+) -> None:
+    """By the number of ids decoded: thirty thousand tokens cost thirty times as many as a thousand."""
+    counts = []
+    for size in (1_000, 30_000):
+        counting = Counting(tokenizer)
+        text_stream = TextStream(counting, context=context)
+        shown = []
+        for i in range(size):
+            text_stream.push(ids[i % len(ids)])
+            shown.append(text_stream.take())
+        text_stream.finish()
+        assert "".join(shown) + text_stream.take(is_last=True) == text_stream.text
+        counts.append(counting.num_decoded / size)
+    assert counts[1] < 1.1 * counts[0] < 2 * MAX_PENDING
+
+
+def test_a_long_run_of_bytes_that_are_no_character_is_shown_and_ends() -> None:
+    text_stream = TextStream(BYTE_LEVEL)
+    for _ in range(100):
+        text_stream.push(STRAY)
+    assert len(text_stream.take()) > 50
+    for token in BYTE_LEVEL("🙃 the").input_ids:
+        text_stream.push(token)
+    assert text_stream.text == REPLACEMENT * 100 + "🙃 the"
+
+
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of the text that may be the beginning of a stop string, by definition."""
+    sizes = [size for stop in stops for size in range(len(stop)) if text.endswith(stop[:size])]
+    return max(sizes, default=0)
+
+
+short_texts = st.text(alphabet="ab", min_size=1, max_size=7)
+
+
+@PROPERTY
+@given(st.lists(st.text(alphabet="ab", max_size=4), max_size=12), st.lists(short_texts, min_size=1, max_size=3))
+def test_stop_strings_are_found_and_held_back_by_definition(pieces: list[str], stops: list[str]) -> None:
+    """Of two letters, so that the strings overlap themselves and each other."""
+    searches = [StopString(stop) for stop in stops]
+    text = ""
+    for piece in pieces:
+        ends = [search.read(piece) for search in searches]
+        for stop, end in zip(stops, ends, strict=True):
+            whole = (text + piece)[max(len(text) - len(stop) + 1, 0) :]
+            at = whole.find(stop)
+            assert end == (None if at < 0 else at + len(stop) - min(len(text), len(stop) - 1))
+        text += piece
+        assert max(search.size for search in searches) == held_back(text, stops)
+
+
+class CountingString(str):
+    """A string that counts how often one of its characters is looked at."""
+
+    num_looks = 0
+
+    def __getitem__(self, index: object) -> str:
+        CountingString.num_looks += 1
+        return super().__getitem__(index)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("size", [1, 10, 10_000])
+@pytest.mark.parametrize("text", ["a", "ab", "aaab", "the cat "])
+def test_a_stop_strings_length_costs_nothing(size: int, text: str) -> None:
+    """Also where it nearly ends in the text again and again."""
+    CountingString.num_looks = 0
+    search = StopString(CountingString("a" * size + "c"))
+    num_characters = 0
+    while num_characters < 40_000:
+        search.read(text)
+        num_characters += len(text)
+    assert CountingString.num_looks < 6 * num_characters
+
+
+def test_special_tokens_are_shown_where_asked_for_and_stop_strings_reach_over_them() -> None:
+    ids = [*BYTE_LEVEL("the").input_ids, END, *BYTE_LEVEL(" cat").input_ids]
+    shown, hidden = (TextStream(BYTE_LEVEL, skip_special_tokens=skip) for skip in (False, True))
+    for token in ids:
+        shown.push(token)
+        hidden.push(token)
+    assert (shown.text, hidden.text) == ("the<|end|> cat", "the cat")
+    for skip, stop in ((False, "e<|end|> c"), (True, "e c")):
+        stopped = TextStream(BYTE_LEVEL, [stop], skip_special_tokens=skip)
+        assert any(stopped.push(token) for token in ids)
+        assert (stopped.text, stopped.stop_string) == ("th", stop)
+
+
+def test_text_is_not_cleaned_up() -> None:
+    """A tokenizer that takes spaces back would take back what was shown."""
+    cleaning = copy.deepcopy(SENTENCE_PIECE)
+    cleaning.clean_up_tokenization_spaces = True
+    cleaning.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    comma = 2 + 256 + 8
+    ids = [THE, 2 + 256, comma, CAT]
+    assert cleaning.decode(ids) == "the, cat"
+    text_stream, pieces, _ = run(cleaning, ids)
+    assert text_stream.text == "".join(pieces) == "the , cat"
 
 
 def test_without_a_tokenizer_there_is_no_text_and_no_stop_string() -> None:
