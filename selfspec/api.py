@@ -25,7 +25,7 @@ class Completion:
     """One answer and what it cost.
 
     Attributes:
-        text: the answer without special tokens, cut before a stop string.
+        text: the answer, cut before a stop string, without special tokens unless the settings keep them.
         token_ids: every emitted token, the one that ended the answer included.
         finish_reason: `stop` (end token, stop id or stop string) or `length`.
         stop_string: the stop string that ended the answer, if one did.
@@ -56,6 +56,11 @@ class Completion:
     top_logprobs: list[list[tuple[int, float]]] | None = None
     num_reused_tokens: int = 0
     queue_seconds: float = 0.0
+
+    @property
+    def end_token_id(self) -> int | None:
+        """The token that ended the answer and is no part of its text; None where something else ended it."""
+        return self.token_ids[-1] if self.finish_reason == "stop" and self.stop_string is None else None
 
     @property
     def acceptance_length(self) -> float:

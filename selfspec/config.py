@@ -51,6 +51,7 @@ class SamplingParams:
     stop: Sequence[str] = field(default=(), metadata={"help": "strings that end the output, not part of it"})
     stop_token_ids: Sequence[int] = field(default=(), metadata={"help": "token ids that end the output"})
     ignore_eos: bool = field(default=False, metadata={"help": "do not end at the model's end-of-sequence tokens"})
+    skip_special_tokens: bool = field(default=True, metadata={"help": "leave special tokens out of the text"})
     logprobs: bool = field(default=False, metadata={"help": "log-probability of each emitted token under the target"})
     n: int = field(default=1, metadata={"help": "samples for each prompt"})
 

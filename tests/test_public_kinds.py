@@ -301,21 +301,25 @@ def test_token_names_joined_are_the_text(spaces_in_front: transformers.PreTraine
     """As the server's log-probabilities have them: each with its space, none under another's name, each at its offset."""
     pytest.importorskip("fastapi", reason="the server's answers need fastapi: pip install 'selfspec[serve]'")
     from selfspec.serve.answers import CompletionAnswer
+    from selfspec.serve.token_names import token_texts
 
     target = Target(tiny_model("llama", vocab_size=len(spaces_in_front)), spaces_in_front)
     no_bytes = dict.fromkeys(range(3, 259), -100.0)
     sampling = SamplingParams(max_new_tokens=12, ignore_eos=True, logprobs=True, logit_bias=no_bytes)
-    [*_, step] = decode(target, [Request(target.encode("hello"), sampling, num_top_logprobs=20)])
+    request = Request(target.encode("hello"), sampling, num_top_logprobs=20)
+    [*_, step] = decode(target, [request])
     completion = completion_of(step.finished[0])
-    answer = CompletionAnswer("id", "m", spaces_in_front, 1, "none")
+    answer = CompletionAnswer("id", "m", spaces_in_front, 1, "none", [request])
     record = answer.choice(0, completion)
     names, offsets = record["logprobs"]["tokens"], record["logprobs"]["text_offset"]
     ordinary = [name for name, token in zip(names, completion.token_ids, strict=True) if token > 2]
     assert "".join(ordinary) == completion.text and any(name.startswith(" ") for name in names)
     for name, offset, token in zip(names, offsets, completion.token_ids, strict=True):
         assert token <= 2 or completion.text.startswith(name, offset)
+    assert [len(top) for top in record["logprobs"]["top_logprobs"]] == [20] * 12
     words = range(259, len(spaces_in_front))
-    assert len({answer._name(token) for token in words}) == len(words), "no two words have one name"
+    texts = token_texts(spaces_in_front, True)
+    assert len({texts.of(token).name for token in words}) == len(words), "no two words have one name"
 
 
 TOOLS = """{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function.name }}(

@@ -21,7 +21,7 @@ import typer
 from selfspec.failures import reported_failures
 
 # Options that are not named after their fields.
-FLAGS = {"stop_token_ids": "--stop-id"}
+FLAGS = {"stop_token_ids": "--stop-id", "skip_special_tokens": "--skip-special-tokens/--no-skip-special-tokens"}
 
 
 def command(app: typer.Typer, **groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -115,7 +115,12 @@ def open_sequence(target: Target, request: Request, row: CacheRow, *, cache_toke
     return Sequence(
         request=request,
         row=row,
-        text_stream=TextStream(target.tokenizer, sampling.stop, context=request.prompt_ids),
+        text_stream=TextStream(
+            target.tokenizer,
+            sampling.stop,
+            context=request.prompt_ids,
+            skip_special_tokens=sampling.skip_special_tokens,
+        ),
         key=sample_key(seed, request.sample_index),
         max_tokens=min(sampling.max_new_tokens, room),
         eos_token_ids=frozenset(ends),

@@ -7,7 +7,6 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 from starlette.responses import Response
@@ -17,6 +16,7 @@ from selfspec.api import Completion
 from selfspec.engine import Event, SpecEngine
 from selfspec.loop.sequence import Request
 from selfspec.serve.errors import api_error
+from selfspec.serve.token_names import Place, Reading, TokenText
 
 JSON = dict[str, Any]
 
@@ -54,15 +54,6 @@ class Events:
             self._handle.cancel()
 
 
-@lru_cache(maxsize=4)
-def _naming(tokenizer: Any) -> tuple[frozenset[int], int, str]:
-    """The special ids, and an ordinary token with its text that makes whole characters, after which others are decoded."""
-    special = frozenset(tokenizer.all_special_ids)
-    ids = (i for i in range(len(tokenizer)) if i not in special)
-    anchor = next((i for i in ids if tokenizer.decode([i]).isalpha()), 0)
-    return special, anchor, tokenizer.decode([anchor])
-
-
 class Answer(ABC):
     """The form of one call's answer.
 
@@ -71,17 +62,27 @@ class Answer(ABC):
         tokenizer: names the tokens in log-probabilities.
         num_samples: samples for each prompt.
         drafter: the drafter's name, for the usage.
+        requests: what was asked, in the order of the choices.
     """
 
     kind: str
     chunk_kind: str
 
-    def __init__(self, answer_id: str, model: str, tokenizer: Any, num_samples: int, drafter: str) -> None:
+    def __init__(
+        self,
+        answer_id: str,
+        model: str,
+        tokenizer: Any,
+        num_samples: int,
+        drafter: str,
+        requests: Sequence[Request],
+    ) -> None:
         self.head: JSON = {"id": answer_id, "created": int(time.time()), "model": model}
         self.num_samples = num_samples
         self.drafter = drafter
         self._tokenizer = tokenizer
-        self._special_ids, self._anchor, self._anchor_text = _naming(tokenizer)
+        self._requests = requests
+        self._readings: dict[int, Reading] = {}
 
     def choice_index(self, request: Request) -> int:
         return request.index * self.num_samples + request.sample_index
@@ -107,14 +108,21 @@ class Answer(ABC):
     def piece(self, event: Event) -> JSON:
         """What an event adds to its choice."""
 
-    def _name(self, token_id: int) -> str:
-        """The text that a token makes within a text: many tokenizers drop a space at the very beginning."""
-        whole = self._tokenizer.decode([self._anchor, token_id])
-        return whole[len(self._anchor_text) :] if whole.startswith(self._anchor_text) else self._tokenizer.decode([token_id])
-
-    def _length(self, token_id: int) -> int:
-        """How many characters of the answer's text a token makes; special tokens are no part of it."""
-        return 0 if token_id in self._special_ids else len(self._name(token_id))
+    def _places(self, index: int, said: Completion | Event, completion: Completion | None) -> list[Place]:
+        """What log-probabilities say of a choice's next tokens; nothing where they were not asked for."""
+        if not said.logprobs:
+            return []
+        if index not in self._readings:
+            request = self._requests[index]
+            self._readings[index] = Reading(
+                self._tokenizer, request.prompt_ids, skip_special_tokens=request.sampling.skip_special_tokens
+            )
+        tops = said.top_logprobs or [[] for _ in said.token_ids]
+        last = len(said.token_ids) - 1 if completion is not None and completion.end_token_id is not None else None
+        return [
+            self._readings[index].read(token_id, logprob, others, is_end=i == last)
+            for i, (token_id, logprob, others) in enumerate(zip(said.token_ids, said.logprobs, tops, strict=True))
+        ]
 
 
 class ChatAnswer(Answer):
@@ -132,67 +140,65 @@ class ChatAnswer(Answer):
         return {
             "index": index,
             "message": {"role": "assistant", "content": completion.text, "refusal": None},
-            "logprobs": self._logprobs(completion.token_ids, completion.logprobs, completion.top_logprobs),
+            "logprobs": self._logprobs(self._places(index, completion, completion)),
             "finish_reason": completion.finish_reason,
         }
 
     def piece(self, event: Event) -> JSON:
+        index = self.choice_index(event.request)
         return {
-            "index": self.choice_index(event.request),
+            "index": index,
             "delta": {"content": event.text} if event.text else {},
-            "logprobs": self._logprobs(event.token_ids, event.logprobs or None, event.top_logprobs),
+            "logprobs": self._logprobs(self._places(index, event, event.completion)),
             "finish_reason": event.completion and event.completion.finish_reason,
         }
 
-    def _logprobs(
-        self, token_ids: list[int], logprobs: list[float] | None, top: list[list[tuple[int, float]]] | None
-    ) -> JSON | None:
-        if logprobs is None:
-            return None
-        entries = []
-        for i, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
-            others = [self._entry(*pair) for pair in top[i]] if top else []
-            entries.append({**self._entry(token_id, logprob), "top_logprobs": others})
-        return {"content": entries, "refusal": None}
-
-    def _entry(self, token_id: int, logprob: float) -> JSON:
-        name = self._name(token_id)
-        # A token that is part of a character decodes to a replacement character, whose bytes would be wrong.
-        return {"token": name, "logprob": logprob, "bytes": None if "\ufffd" in name else list(name.encode())}
+    def _logprobs(self, places: list[Place]) -> JSON | None:
+        entries = [
+            {
+                **_entry(place.token, place.logprob),
+                "top_logprobs": [_entry(token, logprob) for _, token, logprob in place.others],
+            }
+            for place in places
+        ]
+        return {"content": entries, "refusal": None} if entries else None
 
 
 class CompletionAnswer(Answer):
     kind = "text_completion"
     chunk_kind = "text_completion"
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        # For each choice, how many characters were shown: the offset of the next token.
-        self._offsets: dict[int, int] = {}
-
     def choice(self, index: int, completion: Completion) -> JSON:
-        logprobs = self._logprobs(index, completion.token_ids, completion.logprobs, completion.top_logprobs)
+        logprobs = self._logprobs(self._places(index, completion, completion))
         return {"index": index, "text": completion.text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
 
     def piece(self, event: Event) -> JSON:
         index = self.choice_index(event.request)
-        logprobs = self._logprobs(index, event.token_ids, event.logprobs or None, event.top_logprobs)
+        logprobs = self._logprobs(self._places(index, event, event.completion))
         reason = event.completion and event.completion.finish_reason
         return {"index": index, "text": event.text, "logprobs": logprobs, "finish_reason": reason}
 
-    def _logprobs(
-        self, index: int, token_ids: list[int], logprobs: list[float] | None, top: list[list[tuple[int, float]]] | None
-    ) -> JSON | None:
-        if logprobs is None:
+    def _logprobs(self, places: list[Place]) -> JSON | None:
+        if not places:
             return None
-        names = [self._name(token_id) for token_id in token_ids]
-        offsets = []
-        for token_id in token_ids:
-            offsets.append(self._offsets.get(index, 0))
-            self._offsets[index] = offsets[-1] + self._length(token_id)
-        # Tokens may share a name (most are parts of characters). The likeliest comes last here, so it stays.
-        tops = [{self._name(token_id): logprob for token_id, logprob in reversed(entries)} for entries in top or []]
-        return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops or None, "text_offset": offsets}
+        return {
+            "tokens": [place.token.written for place in places],
+            "token_logprobs": [place.logprob for place in places],
+            "top_logprobs": [_by_name(place.others) for place in places] if places[0].others else None,
+            "text_offset": [place.offset for place in places],
+        }
+
+
+def _entry(token: TokenText, logprob: float) -> JSON:
+    return {"token": token.name, "logprob": logprob, "bytes": list(token.data)}
+
+
+def _by_name(others: list[tuple[int, TokenText, float]]) -> dict[str, float]:
+    """Log-probabilities by name, the likeliest first. Of tokens with one name, the others are called by their ids."""
+    named: dict[str, float] = {}
+    for token_id, token, logprob in others:
+        named[f"token_id:{token_id}" if token.written in named else token.written] = logprob
+    return named
 
 
 def usage(completions: list[Completion], drafter: str) -> JSON:

@@ -139,6 +139,7 @@ class _Request(_Ignored):
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = False
+    skip_special_tokens: bool | None = True
     response_format: ResponseFormat | None = None
 
     @property
@@ -190,6 +191,7 @@ class _Request(_Ignored):
             stop=_or(self.stop, ()),
             stop_token_ids=self.stop_token_ids or (),
             ignore_eos=bool(self.ignore_eos),
+            skip_special_tokens=_or(self.skip_special_tokens, True),
             logprobs=use_logprobs,
             n=_or(self.n, 1),
         )

@@ -118,7 +118,8 @@ class Service:
         def capture(completion: Completion) -> None:
             self._capture(answer_id, [*messages, _answer(completion)], completion, body)
 
-        form = ChatAnswer(answer_id, self.name, target.tokenizer, sampling.n, self._drafter_name(body.drafter))
+        drafter = self._drafter_name(body.drafter)
+        form = ChatAnswer(answer_id, self.name, target.tokenizer, sampling.n, drafter, requests)
         return form, self._submit(requests, body.drafter, prompt_field="messages"), capture
 
     async def complete(self, body: CompletionRequest, answer_id: str) -> tuple[Answer, Events, Callable[[Completion], None]]:
@@ -134,7 +135,8 @@ class Service:
             text = prompt if isinstance(prompt, str) else target.tokenizer.decode(prompt)
             self._capture(answer_id, [{"role": "user", "content": text}, _answer(completion)], completion, body)
 
-        form = CompletionAnswer(answer_id, self.name, target.tokenizer, sampling.n, self._drafter_name(body.drafter))
+        drafter = self._drafter_name(body.drafter)
+        form = CompletionAnswer(answer_id, self.name, target.tokenizer, sampling.n, drafter, requests)
         return form, self._submit(requests, body.drafter, prompt_field="prompt"), capture
 
     def prepare_drafter(self, spec: str) -> Callable[[], Drafter]:
