@@ -17,13 +17,20 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
 
 
+def _is_shift(value: object) -> bool:
+    return _is_finite(value) and abs(value) <= MAX_SHIFT  # type: ignore[arg-type]
+
+
 def _is_token_id(value: object) -> bool:
     """True for a whole number from 0 or its digits, because JSON has digits for keys."""
     return (_is_whole(value) or (isinstance(value, str) and value.isdecimal())) and int(value) >= 0  # type: ignore[call-overload]
 
 
 # Lower temperatures are greedy.
-MIN_TEMPERATURE = 1e-30
+MIN_TEMPERATURE = 1e-10
+# Limits of what is added to logits and of what they are multiplied with, because float32 must hold the outcome divided by
+# the temperature.
+MAX_SHIFT, MAX_FACTOR = 1e15, 1e10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +78,17 @@ class SamplingParams:
         check("top_k", lambda x: _is_whole(x) and 0 <= x < 2**31, "0 (off) or a positive whole number below 2**31")
         check("top_p", lambda x: _is_finite(x) and 0 < x <= 1, "a number in (0, 1]")
         check("min_p", lambda x: _is_finite(x) and 0 <= x <= 1, "a number in [0, 1]")
-        check("repetition_penalty", lambda x: _is_finite(x) and x > 0, "a positive number (1 is off)")
+        check(
+            "repetition_penalty",
+            lambda x: _is_finite(x) and 1 / MAX_FACTOR <= x <= MAX_FACTOR,
+            f"{1 / MAX_FACTOR:g} to {MAX_FACTOR:g}, a positive number (1 is off)",
+        )
         for name in ("presence_penalty", "frequency_penalty"):
-            check(name, _is_finite, "a finite number (0 is off)")
+            check(name, _is_shift, f"-{MAX_SHIFT:g} to {MAX_SHIFT:g}, a finite number (0 is off)")
         check(
             "logit_bias",
-            lambda x: all(_is_token_id(k) and (_is_finite(v) or v == -math.inf) for k, v in x.items()),
-            "token ids of at least 0 with a number below +inf",
+            lambda x: all(_is_token_id(k) and (_is_shift(v) or v == -math.inf) for k, v in x.items()),
+            f"-{MAX_SHIFT:g} to {MAX_SHIFT:g}, or -inf to ban a token: token ids of at least 0 with a number below +inf",
         )
         check("seed", lambda x: x is None or (_is_whole(x) and -(2**63) <= x < 2**63), "a 64-bit whole number")
         if isinstance(self.stop, str):
@@ -86,7 +97,7 @@ class SamplingParams:
         check("stop_token_ids", lambda x: all(map(_is_token_id, x)), "token ids of at least 0")
         check("n", lambda x: _is_whole(x) and x >= 1, "a whole number of at least 1")
         if 0 < self.temperature < MIN_TEMPERATURE:
-            # Float32 cannot divide logits by it, and no draw would differ from the likeliest token.
+            # No draw would differ from the likeliest token.
             object.__setattr__(self, "temperature", 0.0)
         # Normal forms, because equal settings must compare and hash equal, and nothing outside may change them.
         object.__setattr__(self, "stop", tuple(self.stop))

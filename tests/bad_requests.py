@@ -34,6 +34,14 @@ BAD_SETTINGS: dict[str, tuple[Any, str]] = {
         lambda target: PLAIN.with_(stop_token_ids=(target.config.vocab_size,)),
         "stop_token_ids has token id .*: .* knows ids 0 to",
     ),
+    "every token banned": (
+        lambda target: PLAIN.with_(logit_bias=dict.fromkeys(range(target.vocab_size), float("-inf"))),
+        "logit_bias bans all .* tokens: leave at least one",
+    ),
+    "every token an end before the minimum": (
+        lambda target: PLAIN.with_(stop_token_ids=range(target.vocab_size), min_new_tokens=2),
+        "stop_token_ids leaves none to write the first 2 tokens with: name fewer ids",
+    ),
     "unknown biased id": (
         lambda target: PLAIN.with_(logit_bias={target.config.vocab_size + 7: 1.0}),
         "logit_bias has token id .*: .* knows ids 0 to",

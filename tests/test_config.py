@@ -37,6 +37,10 @@ BAD: list[tuple[str, Any, str]] = [
     ("repetition_penalty", -1.0, r"a positive number \(1 is off\)"),
     ("repetition_penalty", INF, r"a positive number \(1 is off\)"),
     ("repetition_penalty", NAN, r"a positive number \(1 is off\)"),
+    ("repetition_penalty", 1e-11, r"1e-10 to 1e\+10, a positive number \(1 is off\)"),
+    ("repetition_penalty", 1e11, r"1e-10 to 1e\+10, a positive number \(1 is off\)"),
+    ("frequency_penalty", 1e39, r"-1e\+15 to 1e\+15, a finite number \(0 is off\)"),
+    ("logit_bias", {3: -1e300}, r"-1e\+15 to 1e\+15, or -inf to ban a token: .*"),
     ("presence_penalty", NAN, r"a finite number \(0 is off\)"),
     ("presence_penalty", INF, r"a finite number \(0 is off\)"),
     ("frequency_penalty", -INF, r"a finite number \(0 is off\)"),
@@ -68,7 +72,11 @@ def test_a_bad_value_is_refused_by_name_with_what_is_allowed(name: str, value: o
 
 def test_every_checked_field_has_a_bad_example_here() -> None:
     """A field added later is checked later, or is one that takes any truth value."""
-    assert {field.name for field in fields(SamplingParams)} - {name for name, _, _ in BAD} == {"ignore_eos", "logprobs"}
+    assert {field.name for field in fields(SamplingParams)} - {name for name, _, _ in BAD} == {
+        "ignore_eos",
+        "logprobs",
+        "skip_special_tokens",
+    }
 
 
 def test_every_field_says_what_it_does() -> None:
@@ -145,6 +153,7 @@ NOT_LAWS: dict[str, Any] = {
     "stop": "x",
     "stop_token_ids": [4],
     "ignore_eos": True,
+    "skip_special_tokens": False,
     "logprobs": True,
     "n": 2,
 }

@@ -169,6 +169,27 @@ def test_a_grammar_that_fails_ends_its_own_answer(target: Target, make_engine: M
     assert tokens_of(innocent) == expected(target) and not engine.problems
 
 
+class OneToken(Grammar):
+    """Allows a single token."""
+
+    def allowed(self, token_ids: list[int]) -> torch.Tensor:
+        return torch.arange(61) == 7
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_settings_that_leave_no_token_end_their_own_answer(
+    temperature: float, target: Target, make_engine: MakeEngine
+) -> None:
+    """No token is made up, and neither the target nor the drafter is blamed."""
+    engine = make_engine(NgramDrafter(4))
+    innocent = Caller(engine, good_requests())
+    sampling = GREEDY.with_(temperature=temperature, logit_bias={7: float("-inf")})
+    [failed] = Caller(engine, [Request([5, 6], sampling, begin_grammar=OneToken)]).ends()
+    assert isinstance(failed.error, ValueError)
+    assert "logit_bias and the answer's other settings leave no token to choose after 0 tokens" in str(failed.error)
+    assert tokens_of(innocent) == expected(target) and not engine.problems
+
+
 class BrokenTokenizer:
     """Cannot decode one of its tokens."""
 

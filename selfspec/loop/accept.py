@@ -38,7 +38,8 @@ class Acceptance:
         path: [B, K + 1] accepted nodes, the root first, -1 after the end.
         num_accepted: [B] accepted draft tokens; the bonus token is not counted.
         tokens: [B, K + 1] emitted tokens: the accepted drafts, then the bonus token, -1 after it.
-        is_valid: [B] false where a visited row of logits held a NaN or +inf, or -inf throughout.
+        is_valid: [B] false where there was no token to choose, because a visited row of logits held a NaN or +inf, or -inf
+            throughout, be it by the row's settings.
     """
 
     path: torch.Tensor
@@ -78,8 +79,7 @@ def accept_deterministic(tree: CandidateTree, logits: torch.Tensor, sampler: Sam
     """Walk while the target's own choice is among the children, by logits [B, N, V]; see the module's docstring."""
     walk = _Walk(tree, logits)
     for depth in range(tree.max_depth + 1):
-        rows = walk.logits_here()
-        token = sampler.choose(rows, depth)
+        token = sampler.choose_among(walk.scores_here(sampler, depth), depth)
         is_child = (tree.parents == walk.node[:, None]) & (tree.tokens == token[:, None]) & (token >= 0)[:, None]
         walk.emit(token, is_child, sampler)
         if walk.is_over():
@@ -93,7 +93,7 @@ def accept_sampled(tree: CandidateTree, logits: torch.Tensor, sampler: Sampler) 
     B, N, _ = logits.shape
     walk = _Walk(tree, logits)
     for depth in range(N):
-        target_probs = sampler.process(walk.logits_here(), depth).softmax(-1)  # [B, V]
+        target_probs = sampler.warp(walk.scores_here(sampler, depth)).softmax(-1)  # [B, V]
         if depth + 1 < N:
             draft_probs = tree.draft_probs[:, depth + 1]
             draft = tree.tokens[:, depth + 1]
@@ -133,11 +133,14 @@ class _Walk:
         self.path = [self.node]
         self.tokens: list[torch.Tensor] = []
 
-    def logits_here(self) -> torch.Tensor:
+    def scores_here(self, sampler: Sampler, depth: int) -> torch.Tensor:
+        """The logits [B, V] after each row's node, as the row's path leaves them."""
         B, _, V = self.logits.shape
         rows = self.logits.gather(1, self.node[:, None, None].expand(B, 1, V))[:, 0].float()
-        self.is_valid = self.is_valid & _is_valid(rows)
-        return rows
+        scores = sampler.follow_paths(rows, depth)
+        # A row that is over chooses nothing more.
+        self.is_valid = self.is_valid & ((_is_valid(rows) & _is_valid(scores)) | ~self.is_alive)
+        return scores
 
     def emit(self, token: torch.Tensor, is_child: torch.Tensor, sampler: Sampler) -> None:
         self.tokens.append(torch.where(self.is_alive, token, -1))

@@ -137,7 +137,9 @@ class Batch:
             self.cache.advance(sequence.row, num_accepted + 1)
             sequence.num_target_passes += 1
             sequence.num_draft_tokens += num_drafts
-            kept = _emit(sequence, tokens[: num_accepted + 1], is_valid=bool(is_valid))
+            if not is_valid:
+                sequence.fail(_without_choice(sequence, logits[b, acceptance.path[b, : num_accepted + 1]]))
+            kept = _emit(sequence, tokens[: num_accepted + 1])
             emission = Emission(kept, num_drafts, min(num_accepted, len(kept)))
             sequence.num_accepted_tokens += emission.num_accepted
             if logprobs is not None and sequence.sampling.logprobs:
@@ -203,18 +205,21 @@ class Batch:
         )
 
 
-def _emit(sequence: Sequence, tokens: list[int], *, is_valid: bool) -> list[int]:
+def _without_choice(sequence: Sequence, logits: torch.Tensor) -> Exception:
+    """Why a sequence had no token to choose after a path, by the target's logits [K + 1, V] along it."""
+    place = f"after {len(sequence.token_ids)} tokens"
+    if logits.float().amax(-1).isfinite().all():
+        return ValueError(f"logit_bias and the answer's other settings leave no token to choose {place}: ban fewer tokens")
+    return FloatingPointError(
+        f"the target's logits are not finite {place}: use a wider dtype (float32 or bfloat16) or check the model's weights"
+    )
+
+
+def _emit(sequence: Sequence, tokens: list[int]) -> list[int]:
     """Append a pass's tokens to a sequence; returns those it took, none if it failed."""
     if sequence.grammar is not None and sequence.grammar.problem is not None:
         sequence.fail(ValueError(sequence.grammar.problem))
-    elif not is_valid:
-        sequence.fail(
-            FloatingPointError(
-                f"the target's logits are not finite after {len(sequence.token_ids)} tokens: "
-                "use a wider dtype (float32 or bfloat16) or check the model's weights"
-            )
-        )
-    else:
+    elif sequence.error is None:
         try:
             return sequence.emit(tokens)
         except Exception as error:

@@ -123,29 +123,37 @@ class Sampler:
 
     def choose(self, logits: torch.Tensor, depth: int, stream: Stream = Stream.TARGET) -> torch.Tensor:
         """The token [B] after the node at `depth` of each row's walk, from logits [B, V]."""
-        if stream == Stream.TARGET and (self.is_plain or is_compiled_for(logits)):
-            if not self.is_pathless:
-                logits = self._follow_paths(logits.float(), depth)
-            if self.is_greedy:
-                return row_argmax(logits)[0]
-            return self.laws.choose(logits[:, None], torch.full_like(self.num_tokens, depth)[:, None])[0][:, 0]
-        return self.draw(self.process(logits, depth), depth, stream)
+        return self.choose_among(self.follow_paths(logits, depth), depth, stream)
 
     def process(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
         """From logits [B, V] to those whose softmax is the distribution to sample: [B, V] float32.
 
         A greedy row becomes a point mass on its argmax (0 there, -inf elsewhere).
         """
-        scores = self._follow_paths(logits.float(), depth)
-        if not self._groups:
-            return _point_mass(scores)
-        return self._by_group(scores, lambda law, scores, rows: law.warp(scores))
+        return self.warp(self.follow_paths(logits, depth))
 
-    def _follow_paths(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
-        """Logits [B, V] float32 after what depends on each row's path: grammar, bias, penalties, minimum length."""
+    def follow_paths(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
+        """Logits [B, V] after what depends on each row's path: grammar, bias, penalties, minimum length."""
+        if self.is_pathless:
+            return logits
+        logits = logits.float()
         if self._grammars:
             logits = self._within_grammars(logits, depth)
         return self._by_group(logits, lambda law, logits, rows: law.follow_paths(logits, self, rows, depth))
+
+    def warp(self, scores: torch.Tensor) -> torch.Tensor:
+        """What `process` makes of scores [B, V] from `follow_paths`, by temperature and filters."""
+        if not self._groups:
+            return _point_mass(scores.float())
+        return self._by_group(scores.float(), lambda law, scores, rows: law.warp(scores))
+
+    def choose_among(self, scores: torch.Tensor, depth: int, stream: Stream = Stream.TARGET) -> torch.Tensor:
+        """What `choose` makes of scores [B, V] from `follow_paths`."""
+        if stream == Stream.TARGET and (self.is_plain or is_compiled_for(scores)):
+            if self.is_greedy:
+                return row_argmax(scores)[0]
+            return self.laws.choose(scores[:, None], torch.full_like(self.num_tokens, depth)[:, None])[0][:, 0]
+        return self.draw(self.warp(scores), depth, stream)
 
     def _by_group(self, logits: torch.Tensor, change: Callable[..., torch.Tensor]) -> torch.Tensor:
         """Apply `change` to logits [B, V], once for each law and its rows."""

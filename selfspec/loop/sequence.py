@@ -5,6 +5,7 @@ Invariant: a row's committed prefix in the cache is all its tokens but the last 
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Collection
@@ -63,13 +64,23 @@ def check_prompt(target: Target, prompt_ids: Sequence_[int], *, name: str = "the
 
 
 def check_sampling(target: Target, sampling: SamplingParams) -> None:
-    """Refuse settings that name tokens the target does not know, or stop strings where there is no tokenizer.
+    """Refuse settings that name tokens the target does not know, that leave no token to choose, or that have stop strings
+    where there is no tokenizer.
 
     Raises:
         ValueError: one sentence that names the setting.
     """
     _check_known(target, "stop_token_ids", sampling.stop_token_ids)
     _check_known(target, "logit_bias", sampling.logit_bias)
+    banned = {token for token, bias in sampling.logit_bias.items() if bias == -math.inf}
+    if len(banned) >= target.vocab_size:
+        raise ValueError(f"logit_bias bans all {target.vocab_size} tokens: leave at least one")
+    ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(target.eos_token_ids))
+    if sampling.min_new_tokens and len(banned | ends) >= target.vocab_size:
+        raise ValueError(
+            f"stop_token_ids leaves none to write the first {sampling.min_new_tokens} tokens with: name fewer ids, "
+            "or ask for no minimum length"
+        )
     if sampling.stop and target.tokenizer is None:
         raise ValueError(f"stop={tuple(sampling.stop)!r} needs a tokenizer, and this target has none: use stop_token_ids")
 

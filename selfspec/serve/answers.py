@@ -108,6 +108,12 @@ class Answer(ABC):
     def piece(self, event: Event) -> JSON:
         """What an event adds to its choice."""
 
+    def _stop_reason(self, index: int, completion: Completion | None) -> str | int | None:
+        """The stop string or the stop id that ended a choice, as vLLM's clients know it; None for any other end."""
+        if completion is None or completion.end_token_id not in self._requests[index].sampling.stop_token_ids:
+            return completion and completion.stop_string
+        return completion.end_token_id
+
     def _places(self, index: int, said: Completion | Event, completion: Completion | None) -> list[Place]:
         """What log-probabilities say of a choice's next tokens; nothing where they were not asked for."""
         if not said.logprobs:
@@ -142,6 +148,7 @@ class ChatAnswer(Answer):
             "message": {"role": "assistant", "content": completion.text, "refusal": None},
             "logprobs": self._logprobs(self._places(index, completion, completion)),
             "finish_reason": completion.finish_reason,
+            "stop_reason": self._stop_reason(index, completion),
         }
 
     def piece(self, event: Event) -> JSON:
@@ -151,6 +158,7 @@ class ChatAnswer(Answer):
             "delta": {"content": event.text} if event.text else {},
             "logprobs": self._logprobs(self._places(index, event, event.completion)),
             "finish_reason": event.completion and event.completion.finish_reason,
+            "stop_reason": self._stop_reason(index, event.completion),
         }
 
     def _logprobs(self, places: list[Place]) -> JSON | None:
@@ -169,14 +177,23 @@ class CompletionAnswer(Answer):
     chunk_kind = "text_completion"
 
     def choice(self, index: int, completion: Completion) -> JSON:
-        logprobs = self._logprobs(self._places(index, completion, completion))
-        return {"index": index, "text": completion.text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
+        return {
+            "index": index,
+            "text": completion.text,
+            "logprobs": self._logprobs(self._places(index, completion, completion)),
+            "finish_reason": completion.finish_reason,
+            "stop_reason": self._stop_reason(index, completion),
+        }
 
     def piece(self, event: Event) -> JSON:
         index = self.choice_index(event.request)
-        logprobs = self._logprobs(self._places(index, event, event.completion))
-        reason = event.completion and event.completion.finish_reason
-        return {"index": index, "text": event.text, "logprobs": logprobs, "finish_reason": reason}
+        return {
+            "index": index,
+            "text": event.text,
+            "logprobs": self._logprobs(self._places(index, event, event.completion)),
+            "finish_reason": event.completion and event.completion.finish_reason,
+            "stop_reason": self._stop_reason(index, event.completion),
+        }
 
     def _logprobs(self, places: list[Place]) -> JSON | None:
         if not places:

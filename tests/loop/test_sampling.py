@@ -104,9 +104,7 @@ def test_filters_without_a_path_choose_what_transformers_own_choose() -> None:
     for _ in range(40):
         logits = torch.randn(B, VOCAB_SIZE, generator=generator) * 2
         expected = sampler.draw(sampler.process(logits, 1), 1, Stream.TARGET)
-        chosen, is_valid = sampler.laws.choose(
-            sampler._follow_paths(logits, 1)[:, None], torch.ones(B, 1, dtype=torch.int64)
-        )
+        chosen, is_valid = sampler.laws.choose(sampler.follow_paths(logits, 1)[:, None], torch.ones(B, 1, dtype=torch.int64))
         assert is_valid.all() and torch.equal(chosen[:, 0], expected)
 
 
