@@ -26,16 +26,18 @@ def text_of(tokenizer: Any, token_ids: Sequence[int], *, skip_special_tokens: bo
 
 
 def context_of(tokenizer: Any, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> list[int]:
-    """The last ids that make whole characters, after which other ids are decoded; none if there are no such ids.
+    """The last ids that make whole characters, after which other ids are decoded; none where half a character is last.
 
     Many tokenizers drop a space at the very beginning, and an answer's first space is not at the beginning.
     """
+    last: list[int] = []
     for size in range(1, min(MAX_CONTEXT, len(token_ids)) + 1):
         last = list(token_ids[-size:])
         text = text_of(tokenizer, last, skip_special_tokens=skip_special_tokens)
         if text and not text.endswith(HALF):
             return last
-    return []
+    # There is no text, or none that could be told apart from what follows.
+    return [] if last and text else last
 
 
 class TextStream:

@@ -110,9 +110,10 @@ class Answer(ABC):
 
     def _stop_reason(self, index: int, completion: Completion | None) -> str | int | None:
         """The stop string or the stop id that ended a choice, as vLLM's clients know it; None for any other end."""
-        if completion is None or completion.end_token_id not in self._requests[index].sampling.stop_token_ids:
-            return completion and completion.stop_string
-        return completion.end_token_id
+        if completion is None:
+            return None
+        end = completion.end_token_id
+        return end if end in self._requests[index].sampling.stop_token_ids else completion.stop_string
 
     def _places(self, index: int, said: Completion | Event, completion: Completion | None) -> list[Place]:
         """What log-probabilities say of a choice's next tokens; nothing where they were not asked for."""

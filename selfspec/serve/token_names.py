@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-from selfspec.loop.text import HALF, context_of, text_of
+from selfspec.loop.text import HALF, MAX_CONTEXT, context_of, text_of
 
 
 def _byte_of_letter() -> dict[str, int]:
@@ -62,26 +62,28 @@ class TokenTexts:
         special = set(tokenizer.all_special_ids)
         ordinary = (token_id for token_id in range(len(tokenizer)) if token_id not in special)
         self._before = [next((each for each in ordinary if text_of(tokenizer, [each]).isalpha()), 0)]
-        self._known: dict[tuple[int, bool], TokenText] = {}
+        self._known: dict[int, TokenText] = {}
 
-    def of(self, token_id: int, *, is_first: bool = False) -> TokenText:
-        """A token's text, at the very beginning of a text or anywhere else."""
-        key = (token_id, is_first)
-        if key not in self._known:
-            name = self._in_place(token_id, is_first, skip_special_tokens=False)
-            is_left_out = self._skip_special_tokens and not self._in_place(token_id, is_first, skip_special_tokens=True)
-            self._known[key] = TokenText(name, b"" if is_left_out else self._bytes(token_id, name))
-        return self._known[key]
+    def of(self, token_id: int, before: list[int] | None = None) -> TokenText:
+        """A token's text after an ordinary one, or after the ids `before`."""
+        if before is not None:
+            return self._text(token_id, before)
+        if token_id not in self._known:
+            self._known[token_id] = self._text(token_id, self._before)
+        return self._known[token_id]
 
-    def _in_place(self, token_id: int, is_first: bool, *, skip_special_tokens: bool) -> str:
+    def _text(self, token_id: int, before: list[int]) -> TokenText:
+        shown = self._in_place(token_id, before, skip_special_tokens=self._skip_special_tokens)
+        if shown or not self._skip_special_tokens:
+            return TokenText(shown, self._bytes(token_id, shown))
+        return TokenText(self._in_place(token_id, before, skip_special_tokens=False), b"")
+
+    def _in_place(self, token_id: int, before: list[int], *, skip_special_tokens: bool) -> str:
         def text(token_ids: list[int]) -> str:
             return text_of(self._tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
 
-        if not is_first:
-            before, whole = text(self._before), text([*self._before, token_id])
-            if whole.startswith(before):
-                return whole[len(before) :]
-        return text([token_id])
+        text_before, whole = text(before), text([*before, token_id])
+        return whole[len(text_before) :] if whole.startswith(text_before) else text([token_id])
 
     def _bytes(self, token_id: int, name: str) -> bytes:
         """A token's bytes, which its name does not tell where they are no whole characters."""
@@ -113,25 +115,32 @@ class Reading:
     """One answer's tokens as they come.
 
     Args:
-        prompt_ids: what comes before the answer; None where it is some text.
+        prompt_ids: what comes before the answer.
     """
 
-    def __init__(self, tokenizer: Any, prompt_ids: list[int] | None, *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Any, prompt_ids: list[int], *, skip_special_tokens: bool) -> None:
         self._texts = token_texts(tokenizer, skip_special_tokens)
-        self._is_first = prompt_ids is not None and not context_of(
-            tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens
-        )
+        # What comes before the next token, until there is some text.
+        context = context_of(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+        has_text = text_of(tokenizer, context, skip_special_tokens=skip_special_tokens)
+        self._before: list[int] | None = None if has_text else context
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
     def read(self, token_id: int, logprob: float, others: list[tuple[int, float]], *, is_end: bool) -> Place:
         """The next place. The token that ends an answer adds nothing to its text."""
-        of = self._texts.of
-        token = of(token_id, is_first=self._is_first)
+        token = self._texts.of(token_id, self._before)
+        named = [(other, self._texts.of(other, self._before), value) for other, value in others]
+        if self._before is not None:
+            self._before = None if token.data else [*self._before, token_id][-MAX_CONTEXT:]
         if is_end:
             token = TokenText(token.name, b"")
-        named = [(other, of(other, is_first=self._is_first), value) for other, value in others]
+        pending, _ = self._decoder.getstate()
+        first, rest = token.data[:1], token.data[1:]
+        characters = self._decoder.decode(first)
+        if pending and characters.startswith(HALF) and pending + first != HALF.encode():
+            # The bytes before turned out to be no character, and count as one of their own.
+            self._offset, characters = self._offset + 1, characters[1:]
         place = Place(token, logprob, self._offset, named)
-        self._offset += len(self._decoder.decode(token.data))
-        self._is_first = self._is_first and not of(token_id).data
+        self._offset += len(characters) + len(self._decoder.decode(rest))
         return place

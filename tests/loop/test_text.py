@@ -229,7 +229,7 @@ def test_an_answer_keeps_its_space_after_characters_of_several_tokens(characters
 
 def test_half_a_character_at_a_contexts_end_is_no_context() -> None:
     assert context_of(SENTENCE_PIECE, [THE, *of_bytes("한".encode()[:2])]) == []
-    assert context_of(SENTENCE_PIECE, [1, 1, 1]) == [] and context_of(SENTENCE_PIECE, []) == []
+    assert context_of(SENTENCE_PIECE, [1, 1, 1]) == [1, 1, 1] and context_of(SENTENCE_PIECE, []) == []
     assert context_of(SENTENCE_PIECE, [THE, 1, 1]) == [THE, 1, 1]
 
 
