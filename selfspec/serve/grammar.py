@@ -24,14 +24,23 @@ WHITESPACE = r"[ \t\n]{0,16}"
 
 
 class GrammarCompiler:
-    """Makes grammars for one target's tokens."""
+    """Makes grammars for one target's tokens.
+
+    Raises:
+        ValueError: llguidance does not know tokenizers of the target's kind.
+    """
 
     def __init__(self, target: Target) -> None:
         self._eos_token_ids = list(target.eos_token_ids)
         self._vocab_size = target.vocab_size
-        self._tokenizer: LLTokenizer = from_tokenizer(
-            target.tokenizer, n_vocab=target.vocab_size, eos_token=self._eos_token_ids
-        )
+        try:
+            self._tokenizer: LLTokenizer = from_tokenizer(
+                target.tokenizer, n_vocab=target.vocab_size, eos_token=self._eos_token_ids
+            )
+        except Exception as error:
+            raise ValueError(
+                f"response_format cannot be used with this model's tokenizer ({first_line(error)}): leave it out"
+            ) from error
 
     def compile(self, wanted: ResponseFormat) -> Callable[[], Grammar] | None:
         """A function that begins a grammar for each answer; None if any text will do.
