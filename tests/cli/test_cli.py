@@ -70,6 +70,18 @@ def test_generate_samples_and_logprobs(run, prompt_file, tmp_path):
     assert rows[0]["token_ids"] != rows[1]["token_ids"]
 
 
+def test_generate_may_show_special_tokens(run, tmp_path, tiny_target_dir):
+    """At a high temperature the tiny target writes some."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("the", "cat", "one two", "seven")))
+    texts = []
+    for i, flag in enumerate(("--skip-special-tokens", "--no-skip-special-tokens")):
+        options = ["--max-new-tokens", 48, "--ignore-eos", "--temperature", 3, "--seed", 1, flag]
+        run("generate", "--prompt-file", prompts, "--output", tmp_path / f"{i}.jsonl", *options)
+        texts.append([row["text"] for row in results(tmp_path / f"{i}.jsonl")])
+    assert "<|im_start|>" in "".join(texts[1]) and "<|im_start|>" not in "".join(texts[0])
+
+
 def test_generate_all_turns_feeds_each_answer_back(run, prompt_file, tmp_path, tiny_target_dir):
     output = tmp_path / "out.jsonl"
     options = ["--max-new-tokens", 6, "--dtype", "float32"]

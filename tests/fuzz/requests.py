@@ -15,6 +15,7 @@ from selfspec.api import Completion, completion_of, encode
 from selfspec.drafters import Drafter
 from selfspec.loop.decode import decode
 from selfspec.loop.sequence import Request
+from selfspec.loop.text import text_of
 from selfspec.serve.grammar import GrammarCompiler
 from selfspec.serve.protocol import ChatRequest, CompletionRequest
 from selfspec.serve.service import DEFAULT_MAX_TOKENS
@@ -56,6 +57,11 @@ def drafters_of(target: Target) -> list[Drafter]:
 def bodies(draw: st.DrawFn, vocabulary: Vocabulary) -> tuple[str, dict[str, Any]]:
     """A route, and a request for it."""
     ids = st.integers(0, vocabulary.num_rows - 1)
+    # Tokens that come often, and stop strings out of their text.
+    forced = draw(st.lists(ids, max_size=4))
+    written = text_of(vocabulary.tokenizer, forced[:1] * 4, skip_special_tokens=False)
+    places = st.tuples(st.integers(0, max(len(written) - 1, 0)), st.integers(1, 4))
+    parts = places.map(lambda place: written[place[0] :][: place[1]]).filter(bool) if written else PIECES
     texts = st.lists(PIECES, min_size=1, max_size=4).map("".join)
     settings: dict[str, st.SearchStrategy[Any]] = {
         "temperature": st.sampled_from([0, 0, 1e-40, 1e-12, 0.3, 1, 2]),
@@ -66,7 +72,7 @@ def bodies(draw: st.DrawFn, vocabulary: Vocabulary) -> tuple[str, dict[str, Any]
         "frequency_penalty": st.sampled_from([-2, 0, 0.5, 2]),
         "repetition_penalty": st.sampled_from([1e-10, 0.5, 1, 1.3, 1e10, 1e300]),
         "logit_bias": st.dictionaries(ids.map(str), st.sampled_from([-100, -5, 5, 100]), max_size=6),
-        "stop": PIECES | st.lists(PIECES, max_size=3),
+        "stop": parts | st.lists(parts | PIECES, max_size=3),
         "stop_token_ids": st.lists(ids, max_size=3) | st.just(list(range(vocabulary.num_rows))),
         "ignore_eos": st.booleans(),
         "skip_special_tokens": st.booleans(),
@@ -76,6 +82,11 @@ def bodies(draw: st.DrawFn, vocabulary: Vocabulary) -> tuple[str, dict[str, Any]
     }
     names = draw(st.sets(st.sampled_from(sorted(settings)), max_size=6))
     body = {name: draw(settings[name]) for name in sorted(names)}
+    if forced:
+        body["logit_bias"] = body.get("logit_bias", {}) | dict.fromkeys(map(str, forced), 5)
+        if draw(st.booleans()):
+            body["logit_bias"][str(forced[0])] = 100
+            body["stop"] = draw(parts)
     body |= {"model": "m", "seed": draw(st.integers(-(2**63), 2**63 - 1)), "max_tokens": draw(st.integers(1, 8))}
     num_tops = draw(st.sampled_from([None, 0, 2, 20]))
     if draw(st.booleans()):

@@ -8,6 +8,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -150,10 +151,11 @@ def test_answers() -> None:
         except ValueError as error:
             note(f"refused: {error}")
             requests, truth = [], []
-        with served(target) as client:
-            answer = client.post(f"/v1/{route}", json={**body, "drafter": drafters[0]})
-            options = {"drafter": drafters[1], "stream": True, "stream_options": {"include_usage": True}}
-            stream = client.post(f"/v1/{route}", json={**body, **options})
+        usual = {**body, "drafter": drafters[0]}
+        streaming = {**body, "drafter": drafters[1], "stream": True, "stream_options": {"include_usage": True}}
+        with served(target) as client, ThreadPoolExecutor() as threads:
+            # At once, so that they share the engine.
+            answer, stream = threads.map(lambda sent: client.post(f"/v1/{route}", json=sent), [usual, streaming])
         if not truth:
             assert answer.status_code == 400, answer.text
             assert stream.status_code == 400 or '"error"' in stream.text

@@ -208,6 +208,46 @@ def test_counts_may_come_with_every_piece(client: openai.OpenAI, target: Target)
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == expected.text
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_special_tokens_are_shown_where_asked_for(post: Post, target: Target, is_stream: bool) -> None:
+    """In both routes; a stop string that reaches over them ends the text that is shown."""
+    name = "<|endoftext|>"
+    forced = {"logit_bias": {str(target.tokenizer.convert_tokens_to_ids(name)): 100}, "max_tokens": 3, "temperature": 0}
+
+    def text(**settings: Any) -> str:
+        if not is_stream:
+            whole = post("/v1/completions", prompt="the cat", **forced, **settings).json()["choices"][0]
+            chat = post(messages=MESSAGES, **forced, **settings).json()["choices"][0]
+            assert whole["text"] == chat["message"]["content"] and whole["finish_reason"] == chat["finish_reason"]
+            return whole["text"]
+        lines = post("/v1/completions", prompt="the cat", stream=True, **forced, **settings).text.splitlines()
+        return "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {"))
+
+    assert text() == text(skip_special_tokens=True) == text(skip_special_tokens=None) == ""
+    assert text(skip_special_tokens=False) == name * 3
+    assert text(skip_special_tokens=False, stop="t|><|end") == name[:-3]
+    assert text(stop="t|><|end") == ""
+
+
+def test_what_ended_an_answer_is_named(post: Post, target: Target) -> None:
+    """Also in the middle of a form, which a stop string or id may cut, and where `finish_reason` alone would not tell."""
+    form = {"response_format": {"type": "regex", "pattern": "cat [0-9]{3}"}}
+    digit = target.tokenizer.convert_tokens_to_ids("7")
+    forced = {"logit_bias": {str(digit): 100}, "temperature": 0, "prompt": "the", "max_tokens": 12}
+
+    def end(**settings: Any) -> tuple[str, str, Any]:
+        choice = post("/v1/completions", **forced, **settings).json()["choices"][0]
+        return choice["text"], choice["finish_reason"], choice["stop_reason"]
+
+    assert end(**form) == ("cat 777", "stop", None)
+    assert end(**form, stop=["77"]) == ("cat ", "stop", "77")
+    assert end(**form, stop_token_ids=[digit]) == ("cat ", "stop", digit)
+    assert end() == ("7" * 12, "length", None)
+    lines = post("/v1/completions", stream=True, stop="77", **forced).text.splitlines()
+    choices = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    assert [choice["stop_reason"] for choice in choices if choice["finish_reason"]] == ["77"]
+
+
 def test_models_and_health(client: openai.OpenAI, server: Server) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").max_model_len == 4096

@@ -93,6 +93,13 @@ SHARED: dict[str, Case] = {
     "bias of an unknown token": ({"logit_bias": {"9999": 1}}, "logit_bias", "has token id 9999"),
     "bias of a negative token": ({"logit_bias": {"-1": 1}}, "logit_bias", "token ids of at least 0"),
     "bias of a word": ({"logit_bias": {"cat": 1}}, "logit_bias", "token ids of at least 0"),
+    "every token an end before the minimum": (
+        {"stop_token_ids": list(range(297)), "min_tokens": 2},
+        "stop_token_ids",
+        "leaves none to write the first 2 tokens with",
+    ),
+    "special tokens of another type": ({"skip_special_tokens": "no"}, "skip_special_tokens", "valid boolean"),
+    "repetition_penalty beyond float32": ({"repetition_penalty": 1e300}, "repetition_penalty", "use 1e-10 to 1e+10"),
     "bias is NaN": ({"logit_bias": {"1": float("nan")}}, "logit_bias", "finite number"),
     "bias too high": ({"logit_bias": {"1": 101}}, "logit_bias", "less than or equal to 100"),
     "bias is a list": ({"logit_bias": [1, 2]}, "logit_bias", "valid dictionary"),

@@ -11,6 +11,9 @@ import httpx
 import openai
 import pytest
 import torch
+from starlette.testclient import TestClient
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from selfspec import SamplingParams, Target
 from selfspec.drafters import Drafter, DraftModelDrafter, NgramDrafter
@@ -18,8 +21,11 @@ from selfspec.engine import SpecEngine
 from selfspec.loop.batch import Batch
 from selfspec.loop.drafter import Proposal
 from selfspec.loop.sequence import Request
+from selfspec.serve.app import create_app
 from selfspec.serve.grammar import GrammarCompiler
+from selfspec.serve.options import ServeOptions
 from selfspec.serve.protocol import ResponseFormat
+from selfspec.serve.service import Service
 from selfspec.tree import from_parents
 
 SCHEMA = {
@@ -139,6 +145,22 @@ def test_mistakes_in_forms_are_named(post: Callable[..., httpx.Response], body: 
     answer = post(messages=[{"role": "user", "content": "a"}], **body)
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"] and "\n" not in answer.json()["error"]["message"]
+
+
+def test_a_tokenizer_that_forms_cannot_use_is_the_request_s_error(target: Target) -> None:
+    """A client can leave the form out; to try again, as after a fault of the server, would not help it."""
+    backend = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁a", -1.0), ("</s>", -2.0)], 0))
+    backend.decoder = decoders.Metaspace()
+    words = Target(target.model, PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"), name="words")
+    service = Service("words", ServeOptions())
+    service.open(words, [], use_cost_guard=False)
+    with TestClient(create_app(service)) as client:
+        call = {"model": "words", "prompt": [1], "max_tokens": 1}
+        assert client.post("/v1/completions", json=call).status_code == 200
+        answer = client.post("/v1/completions", json={**call, "response_format": BY_PATTERN})
+    service.close()
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "response_format"
+    assert "response_format cannot be used with this model's tokenizer" in answer.json()["error"]["message"]
 
 
 def test_paths_may_be_asked_for_in_any_order(target: Target) -> None:
