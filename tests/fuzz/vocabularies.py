@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections import Counter
 from dataclasses import dataclass
 
 from hypothesis import HealthCheck, settings
@@ -11,6 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from selfspec.serve.token_names import BYTE_OF_LETTER
+
+logger = logging.getLogger(__name__)
 
 # How many times as many examples as in a usual run; more than once, they are other ones in every run.
 FACTOR = int(os.environ.get("SELFSPEC_FUZZ", "1"))
@@ -30,6 +34,13 @@ def examples(count: int) -> settings:
         suppress_health_check=list(HealthCheck),
         print_blob=True,
     )
+
+
+def report(seen: Counter[str], least: dict[str, int]) -> None:
+    """Log how many examples each law saw, and refuse too few, because a law without examples holds always."""
+    logger.info("examples: %s", dict(sorted(seen.items())))
+    for law, count in least.items():
+        assert seen[law] >= count, f"only {seen[law]} examples of {law!r}"
 
 
 @dataclass(frozen=True)
