@@ -90,7 +90,7 @@ class Answer(ABC):
     def whole(self, completions: list[Completion]) -> JSON:
         """The whole answer, from completions in any order."""
         order = sorted(completions, key=lambda c: (c.prompt_index, c.sample_index))
-        choices = [self.choice(index, completion) for index, completion in enumerate(order)]
+        choices = [self.choice(index, each) | self._end(index, each) for index, each in enumerate(order)]
         return {**self.head, "object": self.kind, "choices": choices, "usage": usage(order, self.drafter)}
 
     def chunk(self, choices: list[JSON], **more: Any) -> JSON:
@@ -100,6 +100,10 @@ class Answer(ABC):
         """The chunks that open a stream."""
         return []
 
+    def next_chunk(self, event: Event, **more: Any) -> JSON:
+        """The chunk of an event."""
+        return self.chunk([self.piece(event) | self._end(self.choice_index(event.request), event.completion)], **more)
+
     @abstractmethod
     def choice(self, index: int, completion: Completion) -> JSON:
         """One choice of a whole answer."""
@@ -108,12 +112,13 @@ class Answer(ABC):
     def piece(self, event: Event) -> JSON:
         """What an event adds to its choice."""
 
-    def _stop_reason(self, index: int, completion: Completion | None) -> str | int | None:
-        """The stop string or the stop id that ended a choice, as vLLM's clients know it; None for any other end."""
-        if completion is None:
-            return None
-        end = completion.end_token_id
-        return end if end in self._requests[index].sampling.stop_token_ids else completion.stop_string
+    def _end(self, index: int, completion: Completion | None) -> JSON:
+        """The stop string or the stop id that ended a choice, as vLLM's clients know it; null for any other end."""
+        reason = None
+        if completion is not None:
+            end = completion.end_token_id
+            reason = end if end in self._requests[index].sampling.stop_token_ids else completion.stop_string
+        return {"stop_reason": reason}
 
     def _places(self, index: int, said: Completion | Event, completion: Completion | None) -> list[Place]:
         """What log-probabilities say of a choice's next tokens; nothing where they were not asked for."""
@@ -149,7 +154,6 @@ class ChatAnswer(Answer):
             "message": {"role": "assistant", "content": completion.text, "refusal": None},
             "logprobs": self._logprobs(self._places(index, completion, completion)),
             "finish_reason": completion.finish_reason,
-            "stop_reason": self._stop_reason(index, completion),
         }
 
     def piece(self, event: Event) -> JSON:
@@ -159,7 +163,6 @@ class ChatAnswer(Answer):
             "delta": {"content": event.text} if event.text else {},
             "logprobs": self._logprobs(self._places(index, event, event.completion)),
             "finish_reason": event.completion and event.completion.finish_reason,
-            "stop_reason": self._stop_reason(index, event.completion),
         }
 
     def _logprobs(self, places: list[Place]) -> JSON | None:
@@ -183,7 +186,6 @@ class CompletionAnswer(Answer):
             "text": completion.text,
             "logprobs": self._logprobs(self._places(index, completion, completion)),
             "finish_reason": completion.finish_reason,
-            "stop_reason": self._stop_reason(index, completion),
         }
 
     def piece(self, event: Event) -> JSON:
@@ -193,7 +195,6 @@ class CompletionAnswer(Answer):
             "text": event.text,
             "logprobs": self._logprobs(self._places(index, event, event.completion)),
             "finish_reason": event.completion and event.completion.finish_reason,
-            "stop_reason": self._stop_reason(index, event.completion),
         }
 
     def _logprobs(self, places: list[Place]) -> JSON | None:
@@ -294,7 +295,7 @@ async def lines(
             # A step may have nothing to show: its text waits for the rest of a character, or may become a stop string.
             has_counts = (use_logprobs or wants_running_usage) and event.token_ids
             if event.text or event.completion is not None or has_counts:
-                yield _line(answer.chunk([answer.piece(event)], **more))
+                yield _line(answer.next_chunk(event, **more))
         if wants_usage:
             yield _line(answer.chunk([], usage=usage(completions, answer.drafter)))
         yield b"data: [DONE]\n\n"

@@ -24,32 +24,30 @@ WHITESPACE = r"[ \t\n]{0,16}"
 
 
 class GrammarCompiler:
-    """Makes grammars for one target's tokens.
-
-    Raises:
-        ValueError: llguidance does not know tokenizers of the target's kind.
-    """
+    """Makes grammars for one target's tokens."""
 
     def __init__(self, target: Target) -> None:
         self._eos_token_ids = list(target.eos_token_ids)
         self._vocab_size = target.vocab_size
+        self._problem: str | None = None
         try:
             self._tokenizer: LLTokenizer = from_tokenizer(
                 target.tokenizer, n_vocab=target.vocab_size, eos_token=self._eos_token_ids
             )
         except Exception as error:
-            raise ValueError(
-                f"response_format cannot be used with this model's tokenizer ({first_line(error)}): leave it out"
-            ) from error
+            # Of a kind that llguidance does not know. Only those who ask for a form need to be told.
+            self._problem = f"response_format cannot be used with this model's tokenizer ({first_line(error)}): leave it out"
 
     def compile(self, wanted: ResponseFormat) -> Callable[[], Grammar] | None:
         """A function that begins a grammar for each answer; None if any text will do.
 
         Raises:
-            ValueError: the schema, pattern or grammar is not a valid one.
+            ValueError: the schema, pattern or grammar is not a valid one, or the tokenizer cannot be used.
         """
         if wanted.type == "text":
             return None
+        if self._problem is not None:
+            raise ValueError(self._problem)
         source = _source(wanted)
         if problem := LLMatcher.validate_grammar(source, self._tokenizer):
             raise ValueError(f"response_format cannot be used: {_sentence(problem)}")

@@ -171,9 +171,9 @@ class Service:
             from selfspec.serve.grammar import GrammarCompiler
         except ImportError as error:
             raise ApiError(501, "this server has no llguidance, which response_format needs: leave it out") from error
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self.engine.target)
         try:
-            if self._grammars is None:
-                self._grammars = GrammarCompiler(self.engine.target)
             return self._grammars.compile(body.response_format)
         except ValueError as error:
             raise ApiError(400, str(error), param="response_format") from error

@@ -133,7 +133,7 @@ def test_no_two_entries_have_one_name() -> None:
 def test_the_token_that_ends_a_chat_adds_no_bytes_and_is_named_as_the_reason(stop_ids: tuple[int, ...], reason: Any) -> None:
     request = Request([1], SamplingParams(logprobs=True, stop_token_ids=stop_ids))
     answer = ChatAnswer("id", "m", BYTE_LEVEL, 1, "none", [request])
-    choice = answer.choice(0, completion([256, 256], [], "stop"))
+    [choice] = answer.whole([completion([256, 256], [], "stop")])["choices"]
     entries = choice["logprobs"]["content"]
     assert [(entry["token"], entry["bytes"]) for entry in entries] == [("the", list(b"the")), ("the", [])]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
