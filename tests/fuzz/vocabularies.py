@@ -1,4 +1,8 @@
-"""Random tokenizers of every kind that decoders have, with all that makes a token's text odd."""
+"""Random tokenizers of every kind that decoders have, with all that makes a token's text odd.
+
+`SELFSPEC_FUZZ=100 pytest tests/fuzz --log-cli-level=INFO` tries a hundred times as many examples as a usual run, other ones
+every time, and says how many each law saw.
+"""
 
 from __future__ import annotations
 
