@@ -128,10 +128,15 @@ def _relative_gap(ours: tuple[float, ...], theirs: tuple[float, ...]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """The part of the config that all heads share. Subclasses add their shapes and check them."""
+    """The part of the config that all heads share. Subclasses add their shapes and check them.
+
+    Attributes:
+        chat_template_kwargs: the arguments that the chat template had in training; None where it had none.
+    """
 
     head_type: ClassVar[str]
     target: TargetIdentity
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON object that `from_dict` reads."""
@@ -149,7 +154,7 @@ class HeadConfig:
         _check_keys(cls, record, f"{CONFIG_NAME} of a head of type {cls.head_type}", written_by)
         _check_keys(TargetIdentity, record["target"], f"the target in {CONFIG_NAME}", written_by)
         target: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.pop("target").items()}
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
+        values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
         return cls(target=TargetIdentity(**target), **values)
 
 

@@ -158,6 +158,9 @@ class TargetOptions:
     )
     dtype: str = field(default="auto", metadata={"help": "float32, bfloat16, float16, auto; int8, fp8, int4: weights alone"})
     device: str = field(default="auto", metadata={"help": "cpu, cuda, cuda:N, or auto"})
+    chat_template_kwargs: str | None = field(
+        default=None, metadata={"help": 'JSON object of arguments for the chat template, such as {"enable_thinking": false}'}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,16 @@ from selfspec.config import DraftOptions, TargetOptions
 from selfspec.drafters.load import load_drafter
 from selfspec.drafters.names import kind_of
 from selfspec.loop.drafter import Drafter
+from selfspec.model.chat import parse_arguments
 from selfspec.model.default_target import source_of
 from selfspec.model.target import Target
 
 
 def load_target(options: TargetOptions, *, use_packing: bool = True) -> Target:
     """Load the target that the options name; see `Target.from_pretrained`."""
-    return Target.from_pretrained(
+    # Wrong JSON is told before the weights are read.
+    arguments = parse_arguments(options.chat_template_kwargs or "{}")
+    target = Target.from_pretrained(
         source_of(options),
         dtype=options.dtype,
         device=options.device,
@@ -20,6 +23,8 @@ def load_target(options: TargetOptions, *, use_packing: bool = True) -> Target:
         adapter=options.adapter,
         use_packing=use_packing,
     )
+    target.set_chat_template_kwargs(arguments)
+    return target
 
 
 def load_drafter_of(options: DraftOptions, spec: str, target: Target) -> Drafter | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from selfspec.drafters.names import HEADS, KINDS
-from selfspec.heads.base import CONFIG_NAME, DraftHead, TargetIdentity, find_head, read_config
+from selfspec.heads.base import CONFIG_NAME, DraftHead, HeadConfig, TargetIdentity, find_head, read_config
 from selfspec.model.adapter import adapter_hash
 from selfspec.model.target import Target
 
@@ -40,21 +42,28 @@ def load_head(source: str | Path | None, target: Target, *, drafter: str, revisi
     if head_type not in allowed:
         raise ValueError(f"{source} is a {head_type} head, and drafter {drafter} serves {' and '.join(allowed)} heads")
     head = HEADS[head_type].from_pretrained(directory, dtype=target.dtype)
-    ours, theirs = identity(target), head.config.target
-    theirs.check(ours)
-    if theirs.adapter_hash != ours.adapter_hash:
-        # Trained with none or another, so its acceptance is in doubt and not its fit.
-        if theirs.adapter is None:
-            doubt = (
-                f"its card's acceptance was measured without adapter {target.adapter}; `selfspec verify-head` measures both"
-            )
-        else:
-            doubt = (
-                f"it was trained {theirs.adaptation}, and the target is loaded {ours.adaptation}, so fewer of its drafts "
-                f"may be accepted: load the target with --adapter {theirs.adapter}"
-            )
+    head.config.target.check(identity(target))
+    for doubt in _doubts(head.config, target):
         logger.warning("head %s: %s", directory.name, doubt)
     return head
+
+
+def _doubts(config: HeadConfig, target: Target) -> Iterator[str]:
+    """Why fewer of a head's drafts may be accepted than its card says, though it fits the target."""
+    ours, theirs = identity(target), config.target
+    if theirs.adapter_hash != ours.adapter_hash and theirs.adapter is None:
+        yield f"its card's acceptance was measured without adapter {target.adapter}; `selfspec verify-head` measures both"
+    elif theirs.adapter_hash != ours.adapter_hash:
+        yield (
+            f"it was trained {theirs.adaptation}, and the target is loaded {ours.adaptation}, so fewer of its drafts "
+            f"may be accepted: load the target with --adapter {theirs.adapter}"
+        )
+    trained = config.chat_template_kwargs
+    if trained and trained != target.chat_template_kwargs:
+        yield (
+            "it was trained with other arguments of the chat template and drafts best with them: "
+            f"--chat-template-kwargs '{json.dumps(trained)}'"
+        )
 
 
 def is_head(source: str | Path) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from torch import nn
 from transformers import PreTrainedModel
 
 from selfspec.cache.blocks import CacheRow
 from selfspec.cache.kv import KVCache, KVShape, Places
 from selfspec.model.attention import TreePass, text_options
-from selfspec.model.chat import for_template
+from selfspec.model.chat import LiteralText, apply_template, check_arguments
 from selfspec.model.checks import adopt, check_model, fixed_context
 from selfspec.model.layers import decoder_layers, with_layers
 from selfspec.model.load import load_model
@@ -59,6 +58,7 @@ class Target:
         adapter: path or Hub id of the LoRA adapter that was merged into the weights, for reports.
 
     Attributes:
+        chat_template_kwargs: arguments that every prompt's chat template is given, such as {"enable_thinking": False}.
         passes: runs the passes of the model and of its drafters.
         lock: held while a pass runs. Threads that share a target take turns, a step at a time; for many callers at once
             `selfspec.engine.SpecEngine` is faster.
@@ -73,6 +73,7 @@ class Target:
         self.tokenizer = tokenizer
         self.name = name or model.config.name_or_path or model.config.model_type
         self.adapter = adapter
+        self.chat_template_kwargs: dict[str, Any] = {}
         self.config = model.config.get_text_config()
         self.device = model.device
         self.dtype = model.dtype
@@ -179,15 +180,32 @@ class Target:
         torch.distributed.broadcast(shared, group=group, group_src=0)
         return shared.tolist()
 
-    def encode(self, prompt: str | Sequence[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None) -> list[int]:
+    def set_chat_template_kwargs(self, arguments: Mapping[str, Any]) -> None:
+        """Give every prompt's chat template these arguments.
+
+        Raises:
+            ValueError: the template does not read one of them.
+        """
+        check_arguments(self.tokenizer, arguments)
+        self.chat_template_kwargs = dict(arguments)
+
+    def encode(
+        self,
+        prompt: str | Sequence[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        literal: LiteralText | None = None,
+    ) -> list[int]:
         """The token ids of raw text, or of chat messages by the chat template, which ends with the assistant's header.
 
         Args:
             tools: what the model may call, for messages: OpenAI's definitions.
+            chat_template_kwargs: arguments of the chat template, beside and before this target's own.
+            literal: encodes control tokens in the messages as text.
 
         Raises:
-            ValueError: the target cannot read such a prompt, or its template fails on it.
-            jinja2.TemplateError: the template refuses the messages in its own words.
+            ValueError: the target cannot read such a prompt, or its template refuses it (see `TemplateFailure`).
         """
         if self.tokenizer is None:
             raise ValueError("this target has no tokenizer: pass token ids")
@@ -200,16 +218,12 @@ class Target:
             return list(self.tokenizer(prompt).input_ids)
         if not self.tokenizer.chat_template:
             raise ValueError(f"{self.name} has no chat template: pass the prompt as raw text")
-        messages = for_template(prompt)
-        try:
-            encoded = self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=True)
-        except TemplateError:
-            raise
-        except Exception as error:
-            # A template is a program, which may meet anything.
-            raise ValueError(
-                f"the model's chat template fails on these messages: {type(error).__name__}: {error}"
-            ) from error
+        arguments = {**self.chat_template_kwargs, **(chat_template_kwargs or {})}
+        settings = {**arguments, "tools": tools, "add_generation_prompt": True, "return_dict": True}
+        if literal is not None and literal.concerns(prompt, tools, arguments):
+            encoded = literal.apply_template(prompt, **settings)
+        else:
+            encoded = apply_template(self.tokenizer, prompt, **settings)
         return list(encoded["input_ids"])
 
     @torch.inference_mode()

@@ -16,6 +16,7 @@ from selfspec.api import Completion
 from selfspec.engine import Event, SpecEngine
 from selfspec.loop.sequence import Request
 from selfspec.serve.errors import api_error
+from selfspec.serve.parts import PartParser, Parts
 from selfspec.serve.token_names import Place, Reading, TokenText
 
 JSON = dict[str, Any]
@@ -141,6 +142,13 @@ class ChatAnswer(Answer):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
+    def __init__(self, *args: Any, new_parser: Callable[[], PartParser | None] = lambda: None) -> None:
+        super().__init__(*args)
+        self._new_parser = new_parser
+        # For each choice of a stream.
+        self._parsers: dict[int, PartParser | None] = {}
+        self._num_calls: dict[int, int] = {}
+
     def first_chunks(self, num_prompts: int) -> list[JSON]:
         opening = {"role": "assistant", "content": ""}
         return [
@@ -149,20 +157,34 @@ class ChatAnswer(Answer):
         ]
 
     def choice(self, index: int, completion: Completion) -> JSON:
+        parts = _parts(self._new_parser(), completion.text, is_last=True)
+        said = {"reasoning_content": parts.reasoning, "tool_calls": [call.record() for call in parts.calls]}
         return {
             "index": index,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "message": {
+                "role": "assistant",
+                "content": parts.content if parts.content or not parts.calls else None,
+                "refusal": None,
+                **{name: value for name, value in said.items() if value},
+            },
             "logprobs": self._logprobs(self._places(index, completion, completion)),
-            "finish_reason": completion.finish_reason,
+            "finish_reason": _finish_reason(completion, len(parts.calls)),
         }
 
     def piece(self, event: Event) -> JSON:
         index = self.choice_index(event.request)
+        if index not in self._parsers:
+            self._parsers[index] = self._new_parser()
+        parts = _parts(self._parsers[index], event.text, is_last=event.completion is not None)
+        num_before = self._num_calls.get(index, 0)
+        self._num_calls[index] = num_before + len(parts.calls)
+        calls = [{"index": i, **call.record()} for i, call in enumerate(parts.calls, num_before)]
+        said = {"reasoning_content": parts.reasoning, "content": parts.content, "tool_calls": calls}
         return {
             "index": index,
-            "delta": {"content": event.text} if event.text else {},
+            "delta": {name: value for name, value in said.items() if value},
             "logprobs": self._logprobs(self._places(index, event, event.completion)),
-            "finish_reason": event.completion and event.completion.finish_reason,
+            "finish_reason": event.completion and _finish_reason(event.completion, self._num_calls[index]),
         }
 
     def _logprobs(self, places: list[Place]) -> JSON | None:
@@ -174,6 +196,14 @@ class ChatAnswer(Answer):
             for place in places
         ]
         return {"content": entries, "refusal": None} if entries else None
+
+
+def _parts(parser: PartParser | None, text: str, *, is_last: bool) -> Parts:
+    return Parts(content=text) if parser is None else parser.push(text, is_last=is_last)
+
+
+def _finish_reason(completion: Completion, num_calls: int) -> str:
+    return "tool_calls" if num_calls and completion.finish_reason == "stop" else completion.finish_reason
 
 
 class CompletionAnswer(Answer):
@@ -294,8 +324,10 @@ async def lines(
                 more = {"usage": running_usage(len(event.request.prompt_ids), num_tokens, num_passes)}
             # A step may have nothing to show: its text waits for the rest of a character, or may become a stop string.
             has_counts = (use_logprobs or wants_running_usage) and event.token_ids
-            if event.text or event.completion is not None or has_counts:
-                yield _line(answer.next_chunk(event, **more))
+            chunk = answer.next_chunk(event, **more)
+            said = chunk["choices"][0]
+            if said.get("delta") or said.get("text") or event.completion is not None or has_counts:
+                yield _line(chunk)
         if wants_usage:
             yield _line(answer.chunk([], usage=usage(completions, answer.drafter)))
         yield b"data: [DONE]\n\n"

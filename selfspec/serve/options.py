@@ -6,6 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+# gpt-oss writes reasoning and calls in channels.
+CHANNELS = "harmony"
+TOOL_FORMATS = ("auto", "none", "hermes", "mistral", "llama3", CHANNELS)
+REASONING_FORMATS = ("auto", "none", "think", "mistral", CHANNELS)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
@@ -28,6 +33,17 @@ class ServeOptions:
         default=False,
         metadata={"help": "let requests load drafters, from the Hub and from this machine's disk, and unload them"},
     )
+    tool_format: str = field(
+        default="auto",
+        metadata={"help": f"how the target writes tool calls: {', '.join(TOOL_FORMATS)}; auto asks its chat template"},
+    )
+    reasoning_format: str = field(
+        default="auto",
+        metadata={"help": f"how it marks its reasoning: {', '.join(REASONING_FORMATS)}; auto asks its chat template"},
+    )
+    literal_text: bool = field(
+        default=False, metadata={"help": "control tokens in chat messages are text, and only the template writes them"}
+    )
     drain_seconds: float = field(default=30.0, metadata={"help": "how long running answers may go on after SIGTERM"})
     capture: Path | None = field(default=None, metadata={"help": "directory to log conversations to, for `selfspec data`"})
     capture_share: float = field(default=1.0, metadata={"help": "share of the conversations to log, from 0 to 1"})
@@ -43,6 +59,9 @@ class ServeOptions:
             value = getattr(self, name)
             if value < least:
                 raise ValueError(f"{name}={value} is not allowed: use {least} or more")
+        for name, known in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not known: use one of {', '.join(known)}")
         if not self.drain_seconds >= 0:
             raise ValueError(f"drain_seconds={self.drain_seconds} is not allowed: use 0 or more")
         if any(not key.strip() for key in self.api_key):

@@ -23,6 +23,7 @@ NOT_TEXT = "this text cannot be encoded: send valid Unicode, without halves of s
 FORMS = {
     "prompt": "give text, a list of texts, a list of token ids, or a list of lists of token ids",
     "stop": "give a string, or a list of at most 16 strings",
+    "tool_choice": 'give \'none\' or \'auto\', \'required\', or {"type": "function", "function": {"name": ...}}',
     "content": 'give text, or a list of parts such as {"type": "text", "text": "..."}',
 }
 
@@ -143,6 +144,11 @@ class _Request(_Ignored):
     response_format: ResponseFormat | None = None
 
     @property
+    def is_json(self) -> bool:
+        """Whether the answer is JSON from its first character on."""
+        return self.response_format is not None and self.response_format.type in ("json_object", "json_schema")
+
+    @property
     def wants_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -231,6 +237,20 @@ class Message(BaseModel):
         return {"role": role, "content": self.content or "", **(self.model_extra or {})}
 
 
+class NamedTool(BaseModel):
+    """A tool that must be called."""
+
+    class Function(BaseModel):
+        model_config = STRICT
+
+        name: Text
+
+    model_config = STRICT
+
+    type: Literal["function"]
+    function: Function
+
+
 class ChatRequest(_Request):
     """POST /v1/chat/completions."""
 
@@ -238,8 +258,35 @@ class ChatRequest(_Request):
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = 0
     tools: list[Object] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Object | None = None
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """What the answer may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """The tools of which the answer must call one; none where it need not."""
+        if not isinstance(self.tool_choice, NamedTool):
+            return self.offered_tools if self.tool_choice == "required" else []
+        name = self.tool_choice.function.name
+        named = [tool for tool in self.tools or [] if isinstance(tool.get("function"), dict)]
+        return [tool for tool in named if tool["function"].get("name") == name]
+
+    @model_validator(mode="after")
+    def _check_tool_choice(self) -> Self:
+        if self.tool_choice in (None, "none", "auto"):
+            return self
+        if not self.forced_tools:
+            raise ValueError("tool_choice forces a call, and tools lacks the tool: add it, or use 'none' or 'auto'")
+        if self.response_format is not None and self.response_format.type != "text":
+            raise ValueError("tool_choice forces a call, and response_format another form: leave one of them out")
+        if self.ignore_eos or self.min_tokens:
+            raise ValueError("tool_choice decides where an answer ends: leave out ignore_eos and min_tokens")
+        return self
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-
 from selfspec.api import Completion, encode
 from selfspec.config import SamplingParams
 from selfspec.drafters import Drafter, drafter_of, load_drafter
@@ -20,12 +18,15 @@ from selfspec.engine import SpecEngine
 from selfspec.loop.drafter import NoDrafter
 from selfspec.loop.sampling import Grammar
 from selfspec.loop.sequence import Request, check_sampling
+from selfspec.model.chat import LiteralText, check_arguments, reads_tools
 from selfspec.model.target import Target
 from selfspec.serve.answers import Answer, ChatAnswer, CompletionAnswer, Events
 from selfspec.serve.errors import ApiError, api_error, field_of, unavailable
+from selfspec.serve.forced_calls import forced_grammar
 from selfspec.serve.metrics import Metrics
 from selfspec.serve.options import ServeOptions
-from selfspec.serve.protocol import NOT_TEXT, ChatRequest, CompletionRequest
+from selfspec.serve.protocol import NOT_TEXT, ChatRequest, CompletionRequest, NamedTool, ResponseFormat
+from selfspec.serve.syntax import Syntax
 from selfspec.traffic.capture import Capture
 from selfspec.traffic.conversations import Conversation
 
@@ -53,10 +54,17 @@ class Service:
         self.is_draining = False
         self._engine: SpecEngine | None = None
         self._grammars: GrammarCompiler | None = None
+        self._syntax: Syntax | None = None
+        self._literal: LiteralText | None = None
 
     def open(self, target: Target, drafters: list[Drafter], *, use_cost_guard: bool, capture: Capture | None = None) -> None:
         """Start to serve. Before this, every request is told to wait."""
         options = self.options
+        self._syntax = Syntax.of(
+            target.tokenizer, tool_format=options.tool_format, reasoning_format=options.reasoning_format
+        )
+        if options.literal_text:
+            self._literal = LiteralText(target.tokenizer)
         engine = SpecEngine(
             target,
             drafters,
@@ -111,15 +119,29 @@ class Service:
         sampling = _sampling(body, target, target.context_length, use_logprobs=bool(body.logprobs))
         messages = [message.for_template() for message in body.messages]
         # In a thread, because a long text takes a while and other requests need the event loop.
-        prompt = await asyncio.to_thread(_encode_chat, target, messages, body.tools)
-        begin_grammar = await asyncio.to_thread(self._grammar, body)
+        prompt = await asyncio.to_thread(_encode_chat, target, messages, body, self._literal)
+        begin_grammar = await asyncio.to_thread(self._grammar, body, prompt)
+        syntax, tools = self._syntax, body.offered_tools
+        assert syntax is not None
+        is_hiding = sampling.skip_special_tokens and syntax.needs_special_tokens(has_tools=bool(tools))
+        # JSON begins with the answer, so there is no reasoning before it.
+        is_open = not body.is_json and syntax.is_open(prompt)
+        if is_hiding:
+            sampling = sampling.with_(skip_special_tokens=False)
         requests = _requests([prompt], sampling, body.top_logprobs or 0, begin_grammar)
 
         def capture(completion: Completion) -> None:
             self._capture(answer_id, [*messages, _answer(completion)], completion, body)
 
-        drafter = self._drafter_name(body.drafter)
-        form = ChatAnswer(answer_id, self.name, target.tokenizer, sampling.n, drafter, requests)
+        form = ChatAnswer(
+            answer_id,
+            self.name,
+            target.tokenizer,
+            sampling.n,
+            self._drafter_name(body.drafter),
+            requests,
+            new_parser=lambda: syntax.parser(tools, is_open=is_open, is_hiding=is_hiding),
+        )
         return form, self._submit(requests, body.drafter, prompt_field="messages"), capture
 
     async def complete(self, body: CompletionRequest, answer_id: str) -> tuple[Answer, Events, Callable[[Completion], None]]:
@@ -164,19 +186,33 @@ class Service:
     def _drafter_name(self, name: str | None) -> str:
         return name or self.engine.default_drafter
 
-    def _grammar(self, body: ChatRequest | CompletionRequest) -> Callable[[], Grammar] | None:
-        if body.response_format is None or body.response_format.type == "text":
+    def _grammar(self, body: ChatRequest | CompletionRequest, prompt: Sequence[int] = ()) -> Callable[[], Grammar] | None:
+        """What begins the grammar of an answer; None for any text."""
+        forced = self._forced_form(body, prompt) if isinstance(body, ChatRequest) and body.forced_tools else None
+        wanted = forced or body.response_format
+        if wanted is None or wanted.type == "text":
             return None
+        field = "response_format" if forced is None else "tool_choice"
         try:
             from selfspec.serve.grammar import GrammarCompiler
         except ImportError as error:
-            raise ApiError(501, "this server has no llguidance, which response_format needs: leave it out") from error
+            raise ApiError(501, f"this server has no llguidance, which {field} needs: leave it out", param=field) from error
         if self._grammars is None:
             self._grammars = GrammarCompiler(self.engine.target)
         try:
-            return self._grammars.compile(body.response_format)
+            return self._grammars.compile(wanted)
         except ValueError as error:
-            raise ApiError(400, str(error), param="response_format") from error
+            raise ApiError(400, str(error).replace("response_format", field), param=field) from error
+
+    def _forced_form(self, body: ChatRequest, prompt: Sequence[int]) -> ResponseFormat:
+        assert self._syntax is not None
+        is_single = isinstance(body.tool_choice, NamedTool) or body.parallel_tool_calls is False
+        is_open = self._syntax.is_open(prompt)
+        try:
+            grammar = forced_grammar(self._syntax, body.forced_tools, is_open=is_open, is_single=is_single)
+        except ValueError as error:
+            raise ApiError(400, str(error), param=field_of(str(error))) from error
+        return ResponseFormat(type="grammar", grammar=grammar)
 
     def _submit(self, requests: list[Request], drafter: str | None, *, prompt_field: str) -> Events:
         engine = self.engine
@@ -241,13 +277,19 @@ def _requests(
     ]
 
 
-def _encode_chat(target: Target, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+def _encode_chat(
+    target: Target, messages: list[dict[str, Any]], body: ChatRequest, literal: LiteralText | None
+) -> list[int]:
+    tools, arguments = body.offered_tools or None, body.chat_template_kwargs or {}
     try:
-        return encode(target, target.encode(messages, tools=tools), 0)
-    except jinja2.TemplateError as error:
-        raise ApiError(400, f"the model's chat template refuses these messages: {error}", param="messages") from error
+        check_arguments(target.tokenizer, arguments)
+        token_ids = target.encode(messages, tools=tools, chat_template_kwargs=arguments, literal=literal)
+        if tools and not reads_tools(target.tokenizer, messages, tools, **{**target.chat_template_kwargs, **arguments}):
+            raise ValueError("tools are not read by this model's chat template: leave them out, or serve another model")
+        return encode(target, token_ids, 0)
     except ValueError as error:
-        raise ApiError(400, str(error), param="messages") from error
+        field = field_of(str(error))
+        raise ApiError(400, str(error), param=field if field in ("tools", "chat_template_kwargs") else "messages") from error
     except TypeError as error:
         raise ApiError(400, NOT_TEXT, param="messages") from error
 

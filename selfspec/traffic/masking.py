@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 
-from selfspec.model.chat import for_template
+from selfspec.model.chat import TemplateFailure, apply_template
 from selfspec.traffic.conversations import BadRow, Conversation, Message, Report
 
 # Stands for a message, to see what a template puts around one.
@@ -69,8 +69,8 @@ def tokenize(conversation: Conversation, tokenizer: Any) -> list[Sample]:
     """
     try:
         turns = answer_turns(conversation, tokenizer)
-    except (TemplateError, TypeError) as error:
-        raise BadRow(f"refused by the chat template: {error}") from error
+    except TemplateFailure as error:
+        raise BadRow(f"refused by the chat template: {error.reason}") from error
     if not any(turn.is_trained for turn in turns):
         raise BadRow("no answer to train on")
     text = turns[-1].prompt + turns[-1].answer
@@ -101,7 +101,7 @@ def answer_turns(conversation: Conversation, tokenizer: Any) -> list[Turn]:
 def render(tokenizer: Any, messages: list[Message], *, add_generation_prompt: bool = False) -> str:
     """The messages in the chat template's form."""
     _check_chat_template(tokenizer)
-    return tokenizer.apply_chat_template(for_template(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
+    return apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=add_generation_prompt)
 
 
 def closing_after(tokenizer: Any, messages: list[Message], role: str) -> str:
@@ -164,14 +164,14 @@ def use_chat_template(tokenizer: Any, template: str | None) -> None:
     _check_chat_template(tokenizer)
     try:
         render(tokenizer, [{"role": "user", "content": PROBE}])
-    except TemplateSyntaxError as error:
-        raise ValueError(
-            f"the chat template cannot be parsed (line {error.lineno}: {error.message}): mend it, or give another with "
-            "--chat-template FILE"
-        ) from error
-    except (TemplateError, TypeError):
+    except TemplateFailure as error:
+        syntax = error.__cause__
+        if isinstance(syntax, TemplateSyntaxError):
+            raise ValueError(
+                f"the chat template cannot be parsed (line {syntax.lineno}: {syntax.message}): mend it, or give another "
+                "with --chat-template FILE"
+            ) from error
         # A template may refuse this conversation and accept others.
-        pass
 
 
 def _check_chat_template(tokenizer: Any) -> None:

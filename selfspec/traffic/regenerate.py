@@ -11,11 +11,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from jinja2 import TemplateError
-
 from selfspec.api import Completion, generate_iter
 from selfspec.config import SamplingParams
 from selfspec.loop.drafter import Drafter
+from selfspec.model.chat import TemplateFailure
 from selfspec.model.target import Target
 from selfspec.traffic.conversations import Conversation, Message, Report
 
@@ -54,8 +53,8 @@ class _Work:
         else:
             try:
                 prompt = target.encode(messages)
-            except (TemplateError, TypeError) as error:
-                problem = f"refused by the chat template: {error}"
+            except TemplateFailure as error:
+                problem = f"refused by the chat template: {error.reason}"
             if len(prompt) >= target.context_length:
                 problem = "longer than the target's context"
         if problem is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,7 @@ def run(
         FloatingPointError: a loss is not finite.
     """
     data, target = setup.data, setup.target
+    head.config = replace(head.config, chat_template_kwargs=target.chat_template_kwargs or None)
     head.to(target.device)
     training = HeadTraining(head, target, settings, is_compiled=data.compile_head)
     evaluator = Evaluator(head, target, make_drafter, data.num_eval_tokens)

@@ -27,6 +27,7 @@ USER = {"role": "user", "content": "one two the cat"}
 INNOCENT = {"model": "tiny", "prompt": "the dog sat on", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 SECRET = "the dog sat on"
 HALF = "\ud800"
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -173,6 +174,39 @@ OF_CHATS: dict[str, Case] = {
     "half a character beside a message": (said("a", name=HALF), "messages", "send valid Unicode"),
     "tool nested deeply": ({"tools": [nested(500)]}, "tools", "nested too deeply"),
     "forced tool": ({"tool_choice": "required"}, "tool_choice", "'none' or 'auto'"),
+    "forced tool that there is not": (
+        {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "time"}}},
+        "tool_choice",
+        "tools lacks the tool: add it",
+    ),
+    "tool choice of another type": (
+        {"tool_choice": {"type": "any"}},
+        "tool_choice",
+        "give 'none' or 'auto', 'required', or",
+    ),
+    "forced tool and form": (
+        {"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "tool_choice",
+        "leave one of them out",
+    ),
+    "forced tool and minimum": (
+        {"tools": [WEATHER], "tool_choice": "required", "min_tokens": 2},
+        "tool_choice",
+        "leave out ignore_eos and min_tokens",
+    ),
+    "tools that the template does not read": ({"tools": [WEATHER]}, "tools", "leave them out, or serve another model"),
+    "template arguments of another type": ({"chat_template_kwargs": 5}, "chat_template_kwargs", "valid dictionary"),
+    "template argument that nobody reads": (
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        "chat_template_kwargs",
+        "enable_thinking, which the model's chat template does not read: leave it out",
+    ),
+    "template argument that the server sets": (
+        {"chat_template_kwargs": {"add_generation_prompt": False}},
+        "chat_template_kwargs",
+        "add_generation_prompt, which is set for every prompt: leave it out",
+    ),
+    "template arguments nested deeply": ({"chat_template_kwargs": nested(500)}, "chat_template_kwargs", "nested too deeply"),
 }
 A_PROMPT = "give text, a list of texts, a list of token ids, or a list of lists of token ids"
 OF_COMPLETIONS: dict[str, Case] = {
@@ -429,8 +463,12 @@ def test_a_template_that_refuses_says_so(
     assert answer.status_code == 400 and error["param"] == "messages" and "roles must alternate" in error["message"]
 
 
-def test_what_is_logged_of_odd_requests_costs_no_answer(start: Start, tmp_path: Path) -> None:
+def test_what_is_logged_of_odd_requests_costs_no_answer(
+    start: Start, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The deepest tools that are allowed, and metadata of any kind."""
+    template = "{{ tools | tojson if tools }}" + target.tokenizer.chat_template
+    monkeypatch.setattr(target.tokenizer, "chat_template", template)
     server = start(capture=Capture(tmp_path))
     odd = {"tools": [nested(64)], "metadata": {"a": None}, "user": "x" * 10_000}
     answer = httpx.post(server.url + CHAT, json={**GOOD[CHAT], **odd}, timeout=30)
