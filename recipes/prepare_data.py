@@ -5,36 +5,40 @@
 It reads the logs (in any form that `selfspec data inspect` shows), lets the target write more prompts if asked to
 (`--self-prompts 5000`), leaves out near-duplicates and evaluation prompts, redacts personal data if asked to (`--redact`),
 holds out a part, and has the target write every answer anew. The output directory then has `train.jsonl`, `heldout.jsonl`,
-and `report.json`, which says what was left out. The same command continues a run that was interrupted.
+and `report.json`, which says what was left out. The same command continues a run that was interrupted, and adds what the
+logs have gained; rows that have left the logs stay. `--overwrite` begins anew.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
-from rich.console import Console
-from rich.progress import track
 from transformers import HfArgumentParser
 
 from selfspec.config import DraftOptions, SamplingParams, TargetOptions
 from selfspec.failures import reported_failures
+from selfspec.model.chat import parse_arguments
 from selfspec.model.default_target import source_of
 from selfspec.traffic.conversations import Conversation, Report
-from selfspec.traffic.masking import tokenize_all
+from selfspec.traffic.masking import read_template, tokenize_all
 from selfspec.traffic.prepare import (
     CleanOptions,
     WritingOptions,
     check_some_left,
+    count_answered,
     draw_prompts,
     prompt_writer,
     save_reports,
+    unanswered,
     write_all,
 )
+from selfspec.traffic.progress import tracked
 from selfspec.traffic.prompt_files import OutputWriter
 from selfspec.traffic.regenerate import check_sampling, regenerate
 from selfspec.traffic.sources import check_sources, read_conversations
@@ -42,6 +46,9 @@ from selfspec.train.settings import parse
 
 logger = logging.getLogger("selfspec.recipes")
 
+T = TypeVar("T")
+
+PARTS = ("train", "heldout")
 STAGES = ("drawing", "reading", "cleaning", "answering", "masking")
 
 
@@ -50,6 +57,7 @@ class PrepareArgs:
     """Where the data goes, and how many prompts to add."""
 
     output_dir: Path = field(metadata={"help": "directory to make, or to continue in"})
+    overwrite: bool = field(default=False, metadata={"help": "begin anew, and replace what the directory has"})
     self_prompts: int = field(default=0, metadata={"help": "prompts for the target to write"})
 
     def __post_init__(self) -> None:
@@ -78,25 +86,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "sources": given.sources,
         "target": source_of(target),
         "adapter": target.adapter,
+        "chat_template": read_template(writing.chat_template),
+        "chat_template_kwargs": parse_arguments(target.chat_template_kwargs or "{}"),
         "self_prompts": args.self_prompts,
         **asdict(cleaning),
         "sampling": asdict(sampling),
     }
-    check_settings(args.output_dir / "config.json", settings)
+    files = {name: args.output_dir / f"{name}.jsonl" for name in ("self_prompts", *PARTS)}
+    settings_file = args.output_dir / "config.json"
+    if not args.overwrite:
+        check_settings(settings_file, settings)
     reports = {name: Report() for name in STAGES}
     redactor = cleaning.redactor()
     raw = list(read_conversations(given.sources, reports["reading"]))
     if not args.self_prompts:
         check_some_left(raw, reports["reading"])
-    own_prompts_file = args.output_dir / "self_prompts.jsonl"
     # The target's own prompts are read when they are reached, and they are written by then.
-    everything = chain(raw, read_conversations([own_prompts_file], reports["reading"]))
-    cleaned = cleaning.split(everything, reports["cleaning"], redactor)
+    everything = chain(raw, read_conversations([files["self_prompts"]], reports["reading"]))
+    cleaned = cleaning.split(shown(everything, "cleaning", len(raw) + args.self_prompts), reports["cleaning"], redactor)
     model, drafter = writing.load(target, draft)
 
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    save_settings(args.output_dir / "config.json", settings)
-    writer = prompt_writer(own_prompts_file, args.self_prompts, resume=True)
+    if args.overwrite:
+        for file in (*files.values(), settings_file, args.output_dir / "report.json"):
+            file.unlink(missing_ok=True)
+    settings_file.write_text(_json(settings) + "\n", encoding="utf-8")
+    writer = prompt_writer(files["self_prompts"], args.self_prompts, resume=True)
+    count_answered(read_answered(files["self_prompts"]), reports["drawing"])
     own_words = SamplingParams(temperature=1.0, seed=sampling.seed or 0)
     drawn = draw_prompts(
         model,
@@ -107,25 +123,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sampling=own_words,
         batch_size=writing.batch_size,
     )
-    write_all(writer, tracked(drawn, "drawing prompts", args.self_prompts - len(writer.finished)))
+    write_all(writer, shown(drawn, "drawing prompts", args.self_prompts - len(writer.finished)))
 
-    parts: dict[str, list[Conversation]] = {"train": [], "heldout": []}
+    parts: dict[str, list[Conversation]] = {name: [] for name in PARTS}
     for part, conversation in cleaned:
         parts[part].append(conversation)
     check_some_left(parts["train"], reports["reading"], reports["cleaning"])
 
     for name, conversations in parts.items():
-        writer = OutputWriter(
-            args.output_dir / f"{name}.jsonl", dict.fromkeys((c.id for c in conversations), 1), resume=True
-        )
-        pending = [conversation for conversation in conversations if conversation.id not in writer.finished]
-        answered = regenerate(
+        answered = read_answered(files[name])
+        count_answered(answered, reports["answering"])
+        pending = unanswered(conversations, answered)
+        logger.info("%s: %d to answer, %d are answered already", files[name], len(pending), len(answered))
+        writer = OutputWriter(files[name], {}, resume=True, keeps_others=True)
+        fresh = regenerate(
             model, pending, reports["answering"], sampling=sampling, drafter=drafter, batch_size=writing.batch_size
         )
-        write_all(writer, tracked(answered, f"answering {name}", len(pending)))
+        write_all(writer, shown(fresh, f"answering {name}", len(pending)))
 
-    trained = read_conversations([args.output_dir / "train.jsonl"], Report())
-    samples = tokenize_all(trained, model.tokenizer, reports["masking"])
+    trained = read_answered(files["train"])
+    samples = tokenize_all(shown(trained, "masking", len(trained)), model.tokenizer, reports["masking"])
     num_trained = sum(sum(sample.loss_mask) for sample in samples)
     num_tokens = sum(len(sample.input_ids) for sample in samples)
     save_reports(reports, args.output_dir, redactor)
@@ -137,22 +154,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
             logger.info("%s: %d skipped, %s, such as %s", name, count, reason, report.examples[reason][0])
 
 
-def tracked(conversations: Iterable[Conversation], description: str, total: int) -> Iterable[Conversation]:
-    """The conversations, with a bar that moves as they come where a person watches."""
-    console = Console(stderr=True)
-    return track(conversations, description, total, console=console, transient=True, disable=not console.is_terminal)
+def shown(items: Iterable[T], description: str, total: int) -> Iterator[T]:
+    """The items, while the log or a bar shows how far they are."""
+    return tracked(items, description, total, logger.info)
+
+
+def read_answered(file: Path) -> list[Conversation]:
+    """The rows that this file has. A line that a crash has cut is none of them."""
+    return list(read_conversations([file], Report())) if file.exists() else []
 
 
 def check_settings(file: Path, settings: dict[str, object]) -> None:
-    """Refuse a directory that was begun with other settings: one file must not mix the rows of two."""
-    if file.exists() and (before := json.loads(file.read_text(encoding="utf-8"))) != (now := json.loads(_json(settings))):
-        changed = ", ".join(name for name in now if before.get(name) != now[name])
-        raise ValueError(f"{file.parent} was begun with another {changed}: choose another --output-dir, or remove it")
-
-
-def save_settings(file: Path, settings: dict[str, object]) -> None:
-    """Record what the directory was begun with."""
-    file.write_text(_json(settings) + "\n", encoding="utf-8")
+    """Refuse a directory that was begun with other settings: one file must not mix the rows of two. Logs come and go."""
+    if not file.exists():
+        return
+    before, now = json.loads(file.read_text(encoding="utf-8")), json.loads(_json(settings))
+    if changed := ", ".join(name for name in now if name != "sources" and before.get(name) != now[name]):
+        raise ValueError(f"{file.parent} was begun with another {changed}: choose another --output-dir, or pass --overwrite")
 
 
 def _json(settings: dict[str, object]) -> str:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +22,7 @@ from selfspec.traffic.prepare import (
     save_reports,
     write_all,
 )
+from selfspec.traffic.progress import tracked
 from selfspec.traffic.prompt_files import OutputWriter
 from selfspec.traffic.sources import check_sources, read_conversations
 
@@ -32,7 +34,11 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Prepare conversations to train heads on.")
 
 SourcesArgument = Annotated[
-    list[str], typer.Argument(help=".jsonl, .json, .txt, .parquet or .arrow files, directories of them, Hub dataset ids")
+    list[str],
+    typer.Argument(
+        help=".jsonl, .json or .txt files, also with .gz, .csv, .parquet or .arrow files, directories of them, "
+        "ids of Hub datasets"
+    ),
 ]
 OutputOption = Annotated[Path, typer.Option("--output", help="JSON lines to write, each as soon as it is finished")]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="replace the output if it exists")]
@@ -48,14 +54,9 @@ def load(writing: WritingOptions, target: TargetOptions, draft: DraftOptions) ->
         return writing.load(target, draft)
 
 
-def tracked(conversations: Iterable[Conversation], description: str, total: int) -> Iterator[Conversation]:
-    """The conversations, with a bar that moves as they come."""
-    from selfspec.cli import display
-
-    with display.progress(description, total) as advance:
-        for conversation in conversations:
-            yield conversation
-            advance()
+def shown(conversations: Iterable[Conversation], description: str, total: int) -> Iterator[Conversation]:
+    """The conversations, while stderr shows how far they are."""
+    return tracked(conversations, description, total, partial(typer.echo, err=True))
 
 
 @command(app)
@@ -138,7 +139,7 @@ def regenerate(
             batch_size=writing.batch_size,
             last_turn_only=last_turn_only,
         )
-        write_all(writer, tracked(answered, "answering", len(pending)))
+        write_all(writer, shown(answered, "answering", len(pending)))
     typer.echo(f"{output}: {report.num_kept} conversations answered, {len(writer.finished)} were there before")
     display.show_skipped(reading)
     display.show_skipped(report)
@@ -164,7 +165,7 @@ def prompts(
     writer, report = prompt_writer(output, number, overwrite=overwrite, resume=resume), Report()
     model, drafter = load(writing, target, draft)
     drawn = draw_prompts(model, drafter, writer, number, report, sampling=sampling, batch_size=writing.batch_size)
-    write_all(writer, tracked(drawn, "drawing prompts", number - len(writer.finished)))
+    write_all(writer, shown(drawn, "drawing prompts", number - len(writer.finished)))
     typer.echo(f"{output}: {report.num_kept} prompts written, {len(writer.finished)} were there before")
     display.show_skipped(report)
 

@@ -156,19 +156,24 @@ class ChatAnswer(Answer):
             for index in range(num_prompts * self.num_samples)
         ]
 
-    def choice(self, index: int, completion: Completion) -> JSON:
+    def message(self, completion: Completion) -> JSON:
+        """The answer, taken apart."""
         parts = _parts(self._new_parser(), completion.text, is_last=True)
         said = {"reasoning_content": parts.reasoning, "tool_calls": [call.record() for call in parts.calls]}
         return {
+            "role": "assistant",
+            "content": parts.content if parts.content or not parts.calls else None,
+            "refusal": None,
+            **{name: value for name, value in said.items() if value},
+        }
+
+    def choice(self, index: int, completion: Completion) -> JSON:
+        message = self.message(completion)
+        return {
             "index": index,
-            "message": {
-                "role": "assistant",
-                "content": parts.content if parts.content or not parts.calls else None,
-                "refusal": None,
-                **{name: value for name, value in said.items() if value},
-            },
+            "message": message,
             "logprobs": self._logprobs(self._places(index, completion, completion)),
-            "finish_reason": _finish_reason(completion, len(parts.calls)),
+            "finish_reason": _finish_reason(completion, len(message.get("tool_calls", ()))),
         }
 
     def piece(self, event: Event) -> JSON:

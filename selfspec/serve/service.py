@@ -15,6 +15,7 @@ from selfspec.drafters import Drafter, drafter_of, load_drafter
 from selfspec.drafters.names import kind_of
 from selfspec.drafters.shipped import is_head, load_head
 from selfspec.engine import SpecEngine
+from selfspec.heads.base import tokenizer_hash
 from selfspec.loop.drafter import NoDrafter
 from selfspec.loop.sampling import Grammar
 from selfspec.loop.sequence import Request, check_sampling
@@ -28,11 +29,30 @@ from selfspec.serve.options import ServeOptions
 from selfspec.serve.protocol import NOT_TEXT, ChatRequest, CompletionRequest, NamedTool, ResponseFormat
 from selfspec.serve.syntax import Syntax
 from selfspec.traffic.capture import Capture
-from selfspec.traffic.conversations import Conversation
+from selfspec.traffic.conversations import Conversation, without_ids
+from selfspec.traffic.forms import known_fields
 
 if TYPE_CHECKING:
     from selfspec.serve.grammar import GrammarCompiler
 
+# What the log has of a request's settings: numbers and names that the server knows. What a client writes freely may hold
+# personal data.
+CAPTURED = {
+    "n",
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+    "stop_token_ids",
+    "ignore_eos",
+}
 # OpenAI's default for completions; a chat may go on to the end of the context.
 DEFAULT_MAX_TOKENS = 16
 
@@ -51,6 +71,7 @@ class Service:
         self.metrics = Metrics(self.name)
         self.started = time.time()
         self.capture: Capture | None = None
+        self._tokenizer_hash: str | None = None
         self.is_draining = False
         self._engine: SpecEngine | None = None
         self._grammars: GrammarCompiler | None = None
@@ -81,6 +102,7 @@ class Service:
         self.metrics.watch("kv_cache_usage_perc", "share of the KV cache in use, 0 to 1", lambda: engine.cache_use)
         if capture is not None:
             self.capture = capture
+            self._tokenizer_hash = tokenizer_hash(target.tokenizer)
             self.metrics.watch("captured_conversations", "conversations logged", lambda: capture.num_written)
             self.metrics.watch("capture_dropped", "conversations that could not be logged", lambda: capture.num_dropped)
         self._engine = engine
@@ -131,7 +153,14 @@ class Service:
         requests = _requests([prompt], sampling, body.top_logprobs or 0, begin_grammar)
 
         def capture(completion: Completion) -> None:
-            self._capture(answer_id, [*messages, _answer(completion)], completion, body)
+            if not self._is_captured(completion):
+                return
+            # A client's token ids would be nobody's word, and the answer's go on where a stop string ends its text.
+            said = [without_ids(message) for message in messages] + [form.message(completion)]
+            if completion.stop_string is None:
+                said[-1]["token_ids"] = completion.token_ids
+            arguments = {**target.chat_template_kwargs, **(body.chat_template_kwargs or {})}
+            self._capture(answer_id, said, completion, body, tools=tools or None, chat_template_kwargs=arguments or None)
 
         form = ChatAnswer(
             answer_id,
@@ -153,9 +182,13 @@ class Service:
         requests = _requests(prompts, sampling, body.logprobs or 0, begin_grammar)
 
         def capture(completion: Completion) -> None:
+            if not self._is_captured(completion):
+                return
             prompt = body.prompts[completion.prompt_index]
             text = prompt if isinstance(prompt, str) else target.tokenizer.decode(prompt)
-            self._capture(answer_id, [{"role": "user", "content": text}, _answer(completion)], completion, body)
+            # Without token ids: they were written after raw text, and training reads what a chat template renders.
+            said = [{"role": "user", "content": text}, {"role": "assistant", "content": completion.text}]
+            self._capture(answer_id, said, completion, body)
 
         drafter = self._drafter_name(body.drafter)
         form = CompletionAnswer(answer_id, self.name, target.tokenizer, sampling.n, drafter, requests)
@@ -226,28 +259,49 @@ class Service:
         except Exception as error:
             raise api_error(error) from error
 
+    def _is_captured(self, completion: Completion) -> bool:
+        # The samples of one prompt count as one conversation.
+        return self.capture is not None and completion.sample_index == 0
+
     def _capture(
         self,
         answer_id: str,
         messages: list[dict[str, Any]],
         completion: Completion,
         body: ChatRequest | CompletionRequest,
+        **given: Any,
     ) -> None:
-        # The samples of one prompt count as one conversation.
-        if self.capture is None or completion.sample_index > 0:
-            return
-        settings = body.model_dump(exclude={"messages", "prompt", "model", "user", "metadata"}, exclude_unset=True)
+        """Log a conversation.
+
+        Args:
+            given: what the chat template was given besides the messages: `tools` and `chat_template_kwargs`.
+        """
+        assert self.capture is not None
+        conversation = Conversation(
+            f"{answer_id}-{completion.prompt_index}",
+            [known_fields({**message, "content": message["content"] or ""}) for message in messages],
+            finish_reason=completion.finish_reason,
+            tokenizer_hash=self._tokenizer_hash,
+            **given,
+        )
         facts = {
             "model": self.name,
-            "settings": settings,
-            "token_counts": {"prompt": completion.num_prompt_tokens, "answer": len(completion.token_ids)},
+            "drafter": self._drafter_name(body.drafter),
+            "time": round(time.time(), 3),
+            "seconds": {
+                "queue": round(completion.queue_seconds, 4),
+                "prefill": round(completion.prefill_seconds, 4),
+                "total": round(completion.seconds, 4),
+            },
+            "settings": body.model_dump(include=CAPTURED, exclude_unset=True),
+            "token_counts": {
+                "prompt": completion.num_prompt_tokens,
+                "answer": len(completion.token_ids),
+                "drafted": completion.num_draft_tokens,
+                "accepted": completion.num_accepted_tokens,
+            },
         }
-        row_id = f"{answer_id}-{completion.prompt_index}"
-        self.capture.record(Conversation(row_id, messages, finish_reason=completion.finish_reason), facts)
-
-
-def _answer(completion: Completion) -> dict[str, Any]:
-    return {"role": "assistant", "content": completion.text}
+        self.capture.record(conversation, facts)
 
 
 def _sampling(

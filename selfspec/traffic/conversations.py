@@ -1,38 +1,19 @@
-"""Conversations, and the forms of rows that people store them in.
+"""Conversations on their way from a log to training, and the count of what is lost on that way.
 
-A row has one of: `messages` (OpenAI chat), `conversations` (ShareGPT: from and value), `turns` (what a user says, turn by
-turn), `prompt` or `text` (one user turn). A row that cannot be used is skipped, and the report counts it under its reason.
+Invariant: an answer's `token_ids` are what the target wrote, and its text is a view of them. Whatever changes the text of a
+message goes through `changed`, which drops the ids.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
-# `role` and `content`; the fields of a tool's call or result, if it is one; `weight` 0 for an answer not to train on.
+# `role` and `content`; the fields of a tool's call or result, if it is one; `reasoning_content` beside the content of an
+# answer; `weight` 0 for an answer not to train on; `token_ids` of an answer that the target wrote, with its end.
 Message = dict[str, Any]
 
-FORMS = ("messages", "conversations", "turns", "prompt", "text")
-MESSAGE_KEYS = ("tool_calls", "tool_call_id", "name", "weight")
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    "observation": "tool",
-}
 # Examples kept for each reason to skip a row.
 NUM_EXAMPLES = 3
 
@@ -47,12 +28,20 @@ class Conversation:
 
     Attributes:
         finish_reason: how the last answer ended if the target wrote it: `stop` or `length`.
+        tools: what the target may call, by OpenAI's definitions.
+        chat_template_kwargs: the chat template's own settings, such as `enable_thinking`.
+        left_out: why the target answered none of the later turns, if it did not.
+        tokenizer_hash: the tokenizer that the answers' `token_ids` belong to (see `selfspec.heads.base.tokenizer_hash`).
     """
 
     id: str
     messages: list[Message]
     category: str | None = None
     finish_reason: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tokenizer_hash: str | None = None
+    left_out: str | None = None
 
     @property
     def user_turns(self) -> list[str]:
@@ -61,8 +50,28 @@ class Conversation:
 
     def record(self) -> dict[str, Any]:
         """The conversation as a row of a data file."""
-        record = {"id": self.id, "category": self.category, "messages": self.messages, "finish_reason": self.finish_reason}
+        record = {
+            "id": self.id,
+            "category": self.category,
+            "tools": self.tools,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "messages": self.messages,
+            "tokenizer_hash": self.tokenizer_hash,
+            "finish_reason": self.finish_reason,
+            "left_out": self.left_out,
+        }
         return {key: value for key, value in record.items() if value is not None}
+
+
+def changed(message: Message, **fields: Any) -> Message:
+    """The message with other fields. If it then says something else, it has no token ids."""
+    now = {**message, **fields}
+    return now if now == message else without_ids(now)
+
+
+def without_ids(message: Message) -> Message:
+    """The message as a chat template reads it, which knows no token ids."""
+    return {key: value for key, value in message.items() if key != "token_ids"}
 
 
 @dataclass
@@ -84,76 +93,3 @@ class Report:
     def record(self) -> dict[str, Any]:
         """The report as an object for JSON."""
         return {"kept": self.num_kept, "forms": self.forms, "skipped": self.skipped, "examples": self.examples}
-
-
-def parse(record: object, default_id: str) -> tuple[str, Conversation]:
-    """A row's form and its conversation.
-
-    Raises:
-        BadRow: the row cannot be used.
-    """
-    if not isinstance(record, dict):
-        raise BadRow("not an object")
-    form = next((form for form in FORMS if record.get(form) is not None), None)
-    if form is None:
-        raise BadRow(f"none of {', '.join(FORMS)}")
-    value = record[form]
-    if form in ("prompt", "text"):
-        messages = [_message({"role": "user", "content": value})]
-    elif not isinstance(value, Iterable) or isinstance(value, str | dict):
-        raise BadRow(f"{form} is not a list")
-    elif form == "turns":
-        messages = [_message({"role": "user", "content": turn}) for turn in value]
-    else:
-        messages = [_message(message) for message in value]
-    _check_order(messages)
-    row_id, category = record.get("id"), record.get("category")
-    conversation = Conversation(
-        default_id if row_id is None else str(row_id),
-        messages,
-        category if isinstance(category, str) else None,
-        record.get("finish_reason"),
-    )
-    try:
-        json.dumps(conversation.record(), ensure_ascii=False).encode()
-    except (ValueError, TypeError):
-        raise BadRow("cannot be written as UTF-8 JSON") from None
-    return form, conversation
-
-
-def _message(raw: object) -> Message:
-    if not isinstance(raw, dict):
-        raise BadRow("a message that is not an object")
-    role, content = raw.get("role", raw.get("from")), raw.get("content", raw.get("value"))
-    if not isinstance(role, str) or role not in ROLES:
-        raise BadRow(f"unknown role {str(role)[:40]!r}")
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        texts = [part for part in parts if isinstance(part, str)]
-        content = "".join(texts) if len(texts) == len(parts) else None
-    elif content is None and raw.get("tool_calls"):
-        content = ""
-    if not isinstance(content, str):
-        raise BadRow("content that is not text")
-    return {
-        "role": ROLES[role],
-        "content": content,
-        **{key: raw[key] for key in MESSAGE_KEYS if raw.get(key) is not None},
-    }
-
-
-def _check_order(messages: list[Message]) -> None:
-    roles = [message["role"] for message in messages]
-    if roles[:1] == ["system"]:
-        roles = roles[1:]
-    if roles[:1] != ["user"]:
-        raise BadRow("does not begin with a user turn")
-    for before, role in pairwise(roles):
-        if role == "system":
-            raise BadRow("a system turn after the first message")
-        if role == before == "assistant":
-            raise BadRow("two assistant turns in a row")
-        if role == "tool" and before == "user":
-            raise BadRow("a tool's answer to no call")
-    if not all(message["content"].strip() for message in messages if message["role"] == "user"):
-        raise BadRow("an empty user turn")

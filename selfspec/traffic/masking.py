@@ -1,25 +1,27 @@
 """From conversations to token ids and a loss mask, for any chat template: only what the target wrote trains.
 
-The template itself shows which part of a text is an answer. The target reads the messages before the answer, rendered with
-the answer's header open; what the template adds with the answer is the answer. So no markers are needed, and no search for
-the answer's words. An answer trains from its first token to the token that ends the turn. What follows that token (often a
-newline) was never written by the target.
+An answer trains from its first token to the token that ends the turn. What the target read before it is the template's
+rendering of everything before, as it is when the target is served. Answers share a sample as long as each is read after the
+others as they were written; where the template rewrites earlier turns, as those of thinking models do, a new sample begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
-from selfspec.model.chat import TemplateFailure, apply_template
-from selfspec.traffic.conversations import BadRow, Conversation, Message, Report
+from selfspec.heads.base import tokenizer_hash
+from selfspec.model.chat import TemplateFailure
+from selfspec.traffic.conversations import BadRow, Conversation, Report
+from selfspec.traffic.turns import PROBE, Turn, check_chat_template, render, trained_turns
 
-# Stands for a message, to see what a template puts around one.
-PROBE = "selfspec-probe"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,95 +32,89 @@ class Sample:
     loss_mask: list[bool]
 
 
-@dataclass(frozen=True)
-class Turn:
-    """An answer as text: what the target read before it, what it wrote, and whether to train on it."""
-
-    prompt: str
-    answer: str
-    is_trained: bool
-
-
-def tokenize_all(conversations: Iterable[Conversation], tokenizer: Any, report: Report) -> list[Sample]:
+def tokenize_all(
+    conversations: Iterable[Conversation],
+    tokenizer: Any,
+    report: Report,
+    *,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[Sample]:
     """Samples of the conversations that can be trained on; the report counts the others.
+
+    Args:
+        chat_template_kwargs: arguments of the chat template beside a conversation's own, which come before these.
 
     Raises:
         ValueError: there is no chat template, or no assistant token in any conversation.
     """
+    check_chat_template(tokenizer)
+    own_hash, notes, num_answers = tokenizer_hash(tokenizer), Counter[str](), 0
     samples: list[Sample] = []
     for conversation in conversations:
         try:
-            samples += tokenize(conversation, tokenizer)
-            report.num_kept += 1
+            turns = _turns(conversation, tokenizer, own_hash, chat_template_kwargs)
+            samples += _samples(turns, tokenizer)
         except BadRow as error:
             report.skip(str(error), conversation.id)
+            continue
+        report.num_kept += 1
+        num_answers += len(turns)
+        notes.update(turn.note for turn in turns if turn.note is not None)
+    for note, count in notes.items():
+        logger.warning("%d of %d answers %s", count, num_answers, note)
     if not any(any(sample.loss_mask) for sample in samples):
         raise ValueError("no conversation has an assistant token to train on: let `selfspec data regenerate` write answers")
     return samples
 
 
 def tokenize(conversation: Conversation, tokenizer: Any) -> list[Sample]:
-    """One sample with all answers, or one sample for each answer if the template rewrites earlier turns.
-
-    Templates of thinking models strip the reasoning from earlier answers, and then no single text holds every answer as
-    the target wrote it.
+    """The samples that a conversation's answers make; one if each is read after those before it as they were written.
 
     Raises:
         ValueError: the tokenizer has no chat template.
         BadRow: the template refuses the conversation, or there is no answer to train on.
     """
+    own_hash = None if conversation.tokenizer_hash is None else tokenizer_hash(tokenizer)
+    return _samples(_turns(conversation, tokenizer, own_hash), tokenizer)
+
+
+def _turns(
+    conversation: Conversation,
+    tokenizer: Any,
+    own_hash: str | None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[Turn]:
     try:
-        turns = answer_turns(conversation, tokenizer)
+        turns = trained_turns(conversation, tokenizer, own_hash, chat_template_kwargs)
     except TemplateFailure as error:
         raise BadRow(f"refused by the chat template: {error.reason}") from error
-    if not any(turn.is_trained for turn in turns):
+    if not turns:
         raise BadRow("no answer to train on")
-    text = turns[-1].prompt + turns[-1].answer
-    if all(text.startswith(turn.prompt + turn.answer) for turn in turns):
-        return [_sample(text, turns, tokenizer)]
-    return [_sample(turn.prompt + turn.answer, [turn], tokenizer) for turn in turns if turn.is_trained]
-
-
-def answer_turns(conversation: Conversation, tokenizer: Any) -> list[Turn]:
-    """All assistant turns, rendered."""
-    messages = conversation.messages
-    turns = []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        prompt = render(tokenizer, messages[:i], add_generation_prompt=True)
-        through = render(tokenizer, messages[: i + 1])
-        closing = closing_after(tokenizer, messages[:i], "assistant")
-        # The prompt is no prefix of the text if its header opens the reasoning and the template then leaves that out.
-        answer = through[len(prompt) :] if through.startswith(prompt) else message["content"] + closing
-        if answer.endswith(closing):
-            is_cut = conversation.finish_reason == "length" and i == len(messages) - 1
-            answer = answer[: len(answer) - len(closing)] + ("" if is_cut else end_of_turn(tokenizer, closing))
-        turns.append(Turn(prompt, answer, message.get("weight", 1) != 0))
     return turns
 
 
-def render(tokenizer: Any, messages: list[Message], *, add_generation_prompt: bool = False) -> str:
-    """The messages in the chat template's form."""
-    _check_chat_template(tokenizer)
-    return apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+def _samples(turns: Sequence[Turn], tokenizer: Any) -> list[Sample]:
+    samples: list[Sample] = []
+    for group in _grouped(turns):
+        sample = _sample(group, tokenizer)
+        if samples and sample.input_ids[: len(samples[-1].input_ids)] == samples[-1].input_ids:
+            before = samples.pop().loss_mask
+            sample = Sample(sample.input_ids, [*before, *sample.loss_mask[len(before) :]])
+        samples.append(sample)
+    return samples
 
 
-def closing_after(tokenizer: Any, messages: list[Message], role: str) -> str:
-    """What the template writes after a last message by `role`."""
-    return render(tokenizer, [*messages, {"role": role, "content": PROBE}]).rpartition(PROBE)[2]
-
-
-def end_of_turn(tokenizer: Any, closing: str) -> str:
-    """The part of a closing that ends the turn: up to its first added token; without one, all but trailing white space."""
-    token = first_added_token(tokenizer, closing)
-    return closing.rstrip() if token is None else closing[: closing.index(token) + len(token)]
-
-
-def first_added_token(tokenizer: Any, text: str) -> str | None:
-    """The first added token in a text, such as a special token; tokens of white space do not count."""
-    tokens = [token for token in tokenizer.get_added_vocab() if token.strip() and token in text]
-    return min(tokens, key=lambda token: (text.index(token), -len(token)), default=None)
+def _grouped(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """Turns that are tokenized as one text: neighbours without ids, each of whose prompts begins with all before it."""
+    groups: list[list[Turn]] = []
+    for turn in turns:
+        last = groups[-1][-1] if groups else None
+        are_texts = last is not None and last.token_ids is None and turn.token_ids is None
+        if last is not None and are_texts and turn.prompt.startswith(last.prompt + last.answer):
+            groups[-1].append(turn)
+        else:
+            groups.append([turn])
+    return groups
 
 
 def read_template(file: Path | None) -> str | None:
@@ -161,7 +157,7 @@ def use_chat_template(tokenizer: Any, template: str | None) -> None:
     """
     if template is not None and tokenizer is not None:
         tokenizer.chat_template = template
-    _check_chat_template(tokenizer)
+    check_chat_template(tokenizer)
     try:
         render(tokenizer, [{"role": "user", "content": PROBE}])
     except TemplateFailure as error:
@@ -174,16 +170,15 @@ def use_chat_template(tokenizer: Any, template: str | None) -> None:
         # A template may refuse this conversation and accept others.
 
 
-def _check_chat_template(tokenizer: Any) -> None:
-    if tokenizer is None:
-        raise ValueError("the target has no tokenizer: save the model's tokenizer into its folder")
-    if not tokenizer.chat_template:
-        raise ValueError("the tokenizer has no chat template: give it one with --chat-template FILE")
-
-
-def _sample(text: str, turns: list[Turn], tokenizer: Any) -> Sample:
-    """A text's tokens, with those of the answers to train on marked. Each turn's prompt and answer begin the text."""
-    spans = [(len(turn.prompt), len(turn.prompt) + len(turn.answer)) for turn in turns if turn.is_trained]
+def _sample(turns: Sequence[Turn], tokenizer: Any) -> Sample:
+    """The tokens of a group of turns, with those of their answers marked."""
+    last = turns[-1]
+    if last.token_ids is not None:
+        prompt_ids = tokenizer(last.prompt, add_special_tokens=False)["input_ids"]
+        loss_mask = [False] * len(prompt_ids) + [True] * len(last.token_ids)
+        return Sample([*prompt_ids, *last.token_ids], loss_mask)
+    text = last.prompt + last.answer
+    spans = [(len(turn.prompt), len(turn.prompt) + len(turn.answer)) for turn in turns]
     if not tokenizer.is_fast:
         return _sample_without_offsets(text, spans, tokenizer)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -5,9 +5,10 @@ torch takes seconds to import, so what loads or runs a target is imported where 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,13 +89,16 @@ class WritingOptions:
     def load(self, target: TargetOptions, draft: DraftOptions) -> tuple[Target, Drafter | None]:
         """The target, with the chat template asked for, and the drafter."""
         from selfspec.drafters.options import load_drafter_of, load_target
+        from selfspec.model.chat import parse_arguments
         from selfspec.traffic.masking import check_chat_target, read_template, use_chat_template
 
-        template = read_template(self.chat_template)
+        template, arguments = read_template(self.chat_template), parse_arguments(target.chat_template_kwargs or "{}")
         # Reading the weights may take minutes.
         check_chat_target(source_of(target), template)
-        model = load_target(target)
+        model = load_target(replace(target, chat_template_kwargs=None))
         use_chat_template(model.tokenizer, template)
+        # The template that is used must read them, not the one that it replaces.
+        model.set_chat_template_kwargs(arguments)
         return model, load_drafter_of(draft, self.drafter, model)
 
 
@@ -145,6 +149,36 @@ def draw_prompts(
         return iter(())
     known = [turn for c in read_conversations([writer.path], Report()) for turn in c.user_turns] if writer.finished else []
     return self_prompts(target, numbers, report, sampling=sampling, drafter=drafter, batch_size=batch_size, known=known)
+
+
+def unanswered(conversations: Iterable[Conversation], answered: Sequence[Conversation]) -> list[Conversation]:
+    """The conversations that are not among the answered ones, by what their users say.
+
+    Rows without an id are named by their line, and lines move as a log rotates. So a conversation whose id belongs to
+    another one among the answered gets an id of its own.
+    """
+    whole = {tuple(c.user_turns) for c in answered if c.left_out is None}
+    # Of these the last turns may be missing.
+    begun = {tuple(c.user_turns) for c in answered if c.left_out is not None}
+    ids = {c.id for c in answered}
+    pending = []
+    for conversation in conversations:
+        turns = tuple(conversation.user_turns)
+        if turns in whole or any(turns[:length] in begun for length in range(1, len(turns) + 1)):
+            continue
+        if conversation.id in ids:
+            digest = hashlib.blake2b("\n".join(turns).encode(), digest_size=4).hexdigest()
+            conversation = replace(conversation, id=f"{conversation.id}#{digest}")
+        pending.append(conversation)
+    return pending
+
+
+def count_answered(answered: Iterable[Conversation], report: Report) -> None:
+    """Count what earlier runs have answered, so that a report's totals are those of the file."""
+    for conversation in answered:
+        report.num_kept += 1
+        if conversation.left_out is not None:
+            report.skip(conversation.left_out, conversation.id)
 
 
 def write_all(writer: OutputWriter, conversations: Iterable[Conversation]) -> None:

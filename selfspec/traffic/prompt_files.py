@@ -111,12 +111,19 @@ class OutputWriter:
         overwrite: replace what is in the file.
         resume: keep what is in the file and list its ids in `finished`. If the last prompt is incomplete (a line or a row is
             missing, as after a crash), it is dropped from the file and left to do again.
+        keeps_others: a file to resume may have rows with other ids, which stay.
 
     Nothing on disk changes before the `with` statement is entered.
     """
 
     def __init__(
-        self, path: Path, num_rows: Mapping[str | int, int], *, overwrite: bool = False, resume: bool = False
+        self,
+        path: Path,
+        num_rows: Mapping[str | int, int],
+        *,
+        overwrite: bool = False,
+        resume: bool = False,
+        keeps_others: bool = False,
     ) -> None:
         if overwrite and resume:
             raise ValueError("overwrite and resume exclude each other: choose one")
@@ -131,14 +138,14 @@ class OutputWriter:
             return
         if not resume:
             raise ValueError(f"{path} holds results already: pass --resume to continue it, or --overwrite")
-        self._find_finished(num_rows)
+        self._find_finished(num_rows, keeps_others=keeps_others)
 
-    def _find_finished(self, num_rows: Mapping[str | int, int]) -> None:
+    def _find_finished(self, num_rows: Mapping[str | int, int], *, keeps_others: bool) -> None:
         # A crash cut off what follows the last newline.
         lines = self.path.read_bytes().split(b"\n")[:-1]
         groups = [(row_id, list(group)) for row_id, group in itertools.groupby(lines, key=_id_of_result)]
         for i, (row_id, group) in enumerate(groups):
-            expected = 0 if row_id is None else num_rows.get(row_id, 0)
+            expected = 0 if row_id is None else num_rows.get(row_id, len(group) if keeps_others else 0)
             if row_id is None or len(group) > expected or (len(group) < expected and i < len(groups) - 1):
                 raise ValueError(
                     f"{self.path} cannot be resumed: it has {len(group)} rows with id {row_id!r} where this run would "

@@ -3,7 +3,7 @@
 Microsoft Presidio (https://microsoft.github.io/presidio) finds most of it without a model, by patterns, their checksums and
 the words before them ("ssn", "passport"). If a spaCy model is given, it finds the names of people and places. Data that
 identifies nobody stays: dates, links, UUIDs, organisations, nationalities, addresses in private networks. Roles, ids and the
-form of a tool's call stay, too.
+form of a tool's call stay, too. An answer whose text is changed loses its token ids, which spell the text as it was.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from presidio_analyzer.predefined_recognizers import (
 from spacy.tokens import Doc
 from tldextract import TLDExtract
 
-from selfspec.traffic.conversations import Conversation, Message
+from selfspec.traffic.conversations import Conversation, Message, changed
 
 LANGUAGE = "en"
 # Labels of people and places in spaCy's models, of English and of other languages.
@@ -52,6 +52,9 @@ STRICT_GROUPING = 2
 MIN_PHONE_DIGITS = 7
 # The IPv6 addresses that are assigned to anyone. `x[1::2]` and the `a::b` of C++ are addresses too, but outside this range.
 PUBLIC_IPV6 = ipaddress.IPv6Network("2000::/3")
+
+# What names a tool's call.
+CALL_NAMES = ("id", "type", "name", "index")
 
 
 class Redactor:
@@ -75,7 +78,12 @@ class Redactor:
         )
 
     def __call__(self, conversation: Conversation) -> Conversation:
-        return replace(conversation, messages=[self._message(message) for message in conversation.messages])
+        return replace(
+            conversation,
+            messages=[self._message(message) for message in conversation.messages],
+            tools=self._leaves(conversation.tools),
+            chat_template_kwargs=self._leaves(conversation.chat_template_kwargs),
+        )
 
     def text(self, text: str) -> str:
         """The text with a placeholder for each piece of personal data. Two pieces that overlap get one placeholder."""
@@ -90,18 +98,21 @@ class Redactor:
         return "".join([*pieces, text[end:]])
 
     def _message(self, message: Message) -> Message:
-        redacted = {**message, "content": self.text(message["content"])}
+        redacted: dict[str, Any] = {
+            key: self.text(message[key]) for key in ("content", "reasoning_content") if key in message
+        }
         if "tool_calls" in message:
             redacted["tool_calls"] = self._calls(message["tool_calls"])
-        return redacted
+        return changed(message, **redacted)
 
     def _calls(self, value: Any) -> Any:
-        """A tool's calls, with nothing but their arguments changed."""
+        """A tool's calls. What names the call stays."""
         if isinstance(value, list):
             return [self._calls(item) for item in value]
-        if isinstance(value, dict):
-            return {key: (self._arguments if key == "arguments" else self._calls)(item) for key, item in value.items()}
-        return value
+        if not isinstance(value, dict):
+            return self._leaves(value)
+        parts = {"arguments": self._arguments, "function": self._calls, **dict.fromkeys(CALL_NAMES, lambda name: name)}
+        return {key: parts.get(key, self._leaves)(item) for key, item in value.items()}
 
     def _arguments(self, value: Any) -> Any:
         """A call's arguments, an object or a string of JSON. Valid JSON stays valid."""
@@ -116,7 +127,7 @@ class Redactor:
         if isinstance(value, list):
             return [self._leaves(item) for item in value]
         if isinstance(value, dict):
-            return {key: self._leaves(item) for key, item in value.items()}
+            return {self.text(key): self._leaves(item) for key, item in value.items()}
         redacted = self.text(str(value))
         return value if redacted == str(value) else redacted
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 
 from selfspec.api import Completion, generate_iter
 from selfspec.config import SamplingParams
+from selfspec.heads.base import tokenizer_hash
 from selfspec.loop.drafter import Drafter
 from selfspec.model.chat import TemplateFailure
 from selfspec.model.target import Target
-from selfspec.traffic.conversations import Conversation, Message, Report
+from selfspec.traffic.conversations import Conversation, Message, Report, without_ids
+from selfspec.traffic.turns import check_chat_template
 
 
 @dataclass
@@ -35,10 +37,12 @@ class _Work:
     prompt: list[int]
     num_answers: int = 0
     finish_reason: str | None = None
+    left_out: str | None = None
 
     def add(self, completion: Completion) -> None:
         """Append an answer."""
-        self.messages = [*self.messages, {"role": "assistant", "content": completion.text}]
+        answer = {"role": "assistant", "content": completion.text, "token_ids": completion.token_ids}
+        self.messages = [*self.messages, answer]
         self.finish_reason = completion.finish_reason
         self.num_answers += 1
 
@@ -52,13 +56,20 @@ class _Work:
             problem = "after an answer that max_new_tokens cut"
         else:
             try:
-                prompt = target.encode(messages)
+                prompt = target.encode(
+                    [without_ids(message) for message in messages],
+                    tools=self.conversation.tools,
+                    chat_template_kwargs=self.conversation.chat_template_kwargs,
+                )
             except TemplateFailure as error:
                 problem = f"refused by the chat template: {error.reason}"
+            except ValueError as error:
+                problem = str(error)
             if len(prompt) >= target.context_length:
                 problem = "longer than the target's context"
         if problem is not None:
-            report.skip(f"later turns {problem}" if self.num_answers else problem, self.conversation.id)
+            self.left_out = f"later turns {problem}" if self.num_answers else problem
+            report.skip(self.left_out, self.conversation.id)
             return False
         self.messages, self.prompt = messages, prompt
         return True
@@ -67,8 +78,15 @@ class _Work:
         """The settings with a seed for this answer alone, because one seed for all would draw the same numbers in each."""
         return sampling.with_(seed=seed_for(sampling.seed, f"{self.conversation.id}/{self.num_answers}"))
 
-    def result(self) -> Conversation:
-        return replace(self.conversation, messages=self.messages, finish_reason=self.finish_reason)
+    def result(self, own_hash: str) -> Conversation:
+        """The conversation as the target has answered it."""
+        return replace(
+            self.conversation,
+            messages=self.messages,
+            finish_reason=self.finish_reason,
+            tokenizer_hash=own_hash,
+            left_out=self.left_out,
+        )
 
 
 def regenerate(
@@ -81,14 +99,22 @@ def regenerate(
     batch_size: int = 1,
     last_turn_only: bool = False,
 ) -> Iterator[Conversation]:
-    """The conversations, with their answers written by the target (see `turns_to_answer`).
+    """The conversations, with their answers written by the target (see `turns_to_answer`), as text and as token ids.
 
     A conversation ends after an answer that `max_new_tokens` cut, and before a turn that leaves no room in the context. The
-    report counts both. With a seed, an answer depends on its own conversation alone.
+    report counts both. With a seed, an answer depends on its own conversation alone. The chat template is given the target's
+    arguments and, before them, the conversation's own. The result has both.
     """
     check_sampling(sampling)
+    check_chat_template(target.tokenizer)
+    own_hash = tokenizer_hash(target.tokenizer)
     works = (
-        _Work(conversation, deque(turns_to_answer(conversation.messages, last_only=last_turn_only)), [], [])
+        _Work(
+            _with_arguments(conversation, target),
+            deque(turns_to_answer(conversation.messages, last_only=last_turn_only)),
+            [],
+            [],
+        )
         for conversation in conversations
     )
     fresh = (work for work in works if work.goes_on(target, report))
@@ -104,7 +130,7 @@ def regenerate(
                 going_on.append(work)
             else:
                 report.num_kept += 1
-                yield work.result()
+                yield work.result(own_hash)
         # Conversations that go on after the prompts have run out form another batch.
         if not going_on:
             return
@@ -148,7 +174,13 @@ def turns_to_answer(messages: list[Message], *, last_only: bool = False) -> list
 
 
 def _kept(message: Message) -> Message:
-    return {**message, "weight": 0} if message["role"] == "assistant" else message
+    return {**without_ids(message), "weight": 0} if message["role"] == "assistant" else message
+
+
+def _with_arguments(conversation: Conversation, target: Target) -> Conversation:
+    """The conversation with all arguments that its chat template is given."""
+    arguments = {**target.chat_template_kwargs, **(conversation.chat_template_kwargs or {})}
+    return replace(conversation, chat_template_kwargs=arguments or None)
 
 
 def check_sampling(sampling: SamplingParams) -> None:

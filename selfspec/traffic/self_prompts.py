@@ -6,6 +6,7 @@ The method is Magpie's, https://arxiv.org/abs/2406.08464. The prompts resemble t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 
 from selfspec.api import Completion, generate_iter
 from selfspec.config import SamplingParams
@@ -13,8 +14,8 @@ from selfspec.loop.drafter import Drafter
 from selfspec.model.target import Target
 from selfspec.traffic.clean import words
 from selfspec.traffic.conversations import Conversation, Report
-from selfspec.traffic.masking import PROBE, closing_after, first_added_token, render
 from selfspec.traffic.regenerate import check_sampling, seed_for
+from selfspec.traffic.turns import PROBE, Write, closing_after, first_added_token, render
 
 MIN_WORDS = 3
 
@@ -39,7 +40,8 @@ def self_prompts(
         ValueError: sampling settings that cannot be used, or a chat template that does not lead the target to a user turn.
     """
     check_drawing(sampling)
-    header, ending = _header(target), _ending(target, sampling)
+    write = partial(render, target.tokenizer, chat_template_kwargs=target.chat_template_kwargs)
+    header, ending = _header(target, write), _ending(target, write, sampling)
     completions = generate_iter(
         target,
         [header] * len(numbers),
@@ -75,18 +77,18 @@ def _usable(
             yield Conversation(name, [{"role": "user", "content": text}])
 
 
-def _header(target: Target) -> list[int]:
+def _header(target: Target, write: Write) -> list[int]:
     """Token ids of what the template writes before the first user turn."""
-    header = render(target.tokenizer, [{"role": "user", "content": PROBE}]).partition(PROBE)[0]
+    header = write([{"role": "user", "content": PROBE}]).partition(PROBE)[0]
     token_ids = target.tokenizer(header, add_special_tokens=False)["input_ids"]
     if not token_ids:
         raise ValueError("the chat template puts nothing before a user turn, so the target cannot be led to write one")
     return token_ids
 
 
-def _ending(target: Target, sampling: SamplingParams) -> SamplingParams:
+def _ending(target: Target, write: Write, sampling: SamplingParams) -> SamplingParams:
     """The settings, with an end where the template ends a user turn."""
-    closing = closing_after(target.tokenizer, [], "user")
+    closing = closing_after(write, [], "user")
     token = first_added_token(target.tokenizer, closing)
     if token is not None:
         return sampling.with_(stop_token_ids=(target.tokenizer.convert_tokens_to_ids(token),))

@@ -1,21 +1,27 @@
-"""Where conversations come from: JSON lines, a JSON list, plain text, Parquet, Arrow, directories of them, the Hub.
+"""Where conversations come from: JSON lines, a JSON list, plain text, tables, directories of them, the Hub.
 
-Every line of a text file is a user turn; in a directory, every text file is one.
+Every line of a text file is a user turn; in a directory, every text file is one. JSON and text may be compressed by gzip.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from selfspec.traffic.conversations import BadRow, Conversation, Report, parse
+from selfspec.traffic.conversations import BadRow, Conversation, Report
+from selfspec.traffic.forms import parse
 
-TABLES = {".parquet": "parquet", ".arrow": "arrow"}
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", *TABLES)
+# Of files that `datasets` reads, and its names for them.
+TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
+LINES = (".jsonl", ".ndjson", ".json", ".txt")
+COMPRESSED = tuple(f"{suffix}.gz" for suffix in LINES)
+SUFFIXES = (*LINES, *TABLES)
 
 # A row's place, the function that decodes the row, and the row.
 Row = tuple[str, Callable[[Any], object], Any]
@@ -27,7 +33,7 @@ def check_sources(sources: Iterable[str | Path]) -> None:
         path = Path(source)
         if not path.exists():
             _hub_dataset(str(source))
-        elif path.is_file() and path.suffix not in SUFFIXES:
+        elif path.is_file() and _suffix(path) is None:
             raise _unknown_format(path)
 
 
@@ -69,39 +75,57 @@ class _UniqueIds:
 def _open(source: str | Path, report: Report) -> Iterator[Row]:
     """Every row, with its place and the function that decodes it."""
     path = Path(source)
+    suffix = _suffix(path)
     if path.is_dir():
         for file in sorted(file for file in path.rglob("*") if file.is_file()):
-            if file.suffix == ".txt":
-                yield file.name, _from_text, file.read_bytes()
-            elif file.suffix in SUFFIXES:
-                yield from _open(file, report)
-            else:
+            if (kind := _suffix(file)) is None:
                 report.skip("a file of unknown format", file.name)
+            elif kind == ".txt":
+                yield file.name, _from_text, b"".join(_lines(file, report))
+            else:
+                yield from _open(file, report)
     elif not path.exists():
         yield from _table_rows(str(source), *_hub_dataset(str(source)))
-    elif path.suffix in TABLES:
-        yield from _table_rows(path.name, TABLES[path.suffix], data_files=str(path))
-    elif path.suffix == ".json" and (records := _whole_json(path)) is not None:
+    elif suffix is None:
+        raise _unknown_format(path)
+    elif suffix in TABLES:
+        yield from _table_rows(path.name, TABLES[suffix], data_files=str(path))
+    elif suffix == ".json" and (records := _whole_json(path)) is not None:
         for number, record in enumerate(records, start=1):
             yield f"{path.name}:{number}", lambda raw: raw, record
-    elif path.suffix in SUFFIXES:
-        decode = _from_text if path.suffix == ".txt" else _from_json
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line := line.removeprefix(b"\xef\xbb\xbf").strip():
-                    yield f"{path.name}:{number}", decode, line
     else:
-        raise _unknown_format(path)
+        decode = _from_text if suffix == ".txt" else _from_json
+        for number, line in enumerate(_lines(path, report), start=1):
+            if line := line.removeprefix(b"\xef\xbb\xbf").strip():
+                yield f"{path.name}:{number}", decode, line
+
+
+def _suffix(path: Path) -> str | None:
+    """What the name says of the format, without the `.gz` of a compressed file; None if the format is not known."""
+    if path.name.endswith(COMPRESSED):
+        path = path.with_suffix("")
+    return path.suffix if path.suffix in SUFFIXES else None
 
 
 def _unknown_format(path: Path) -> ValueError:
     return ValueError(f"{path} has a name of no known format: call it {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
 
 
+def _lines(path: Path, report: Report) -> Iterator[bytes]:
+    """A file's lines. A compressed file that ends too early, as one that is still written does, gives those before."""
+    with path.open("rb") as file:
+        lines: IO[bytes] = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file  # type: ignore[assignment]
+        try:
+            yield from lines
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            report.skip("a compressed file that cannot be read to its end", f"{path.name}: {error}")
+
+
 def _whole_json(path: Path) -> list[object] | None:
     """A JSON file's rows; None if the file is not one JSON text, for example because it has a row on each line."""
     try:
-        content = json.loads(path.read_bytes())
+        # What cannot be read of it is told where its lines are read.
+        content = json.loads(b"".join(_lines(path, Report())))
     except (ValueError, RecursionError):
         return None
     return content if isinstance(content, list) else [content]
@@ -110,7 +134,7 @@ def _whole_json(path: Path) -> list[object] | None:
 def _hub_dataset(source: str) -> tuple[str, str | None, str]:
     """The id, configuration and split in `ID[:CONFIG][:SPLIT]`."""
     name, *rest = source.split(":")
-    if not name or len(rest) > 2 or Path(name).suffix in SUFFIXES or name.count("/") > 1 or name.startswith(("/", ".")):
+    if not name or len(rest) > 2 or _suffix(Path(name)) or name.count("/") > 1 or name.startswith(("/", ".")):
         raise ValueError(f"cannot read {source}: there is no such file, and it is not the id of a dataset")
     return name, rest[0] if len(rest) == 2 else None, rest[-1] if rest else "train"
 

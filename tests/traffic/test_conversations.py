@@ -1,6 +1,8 @@
 """Every common form of row is read, and a bad row is counted without stopping the others."""
 
+import gzip
 import json
+import random
 import sys
 
 import pytest
@@ -65,7 +67,7 @@ def test_forms(tmp_path, record, messages):
         (b"[" * 100_000, "not JSON"),
         ('{"prompt": "café"}'.encode("latin-1"), "not UTF-8"),
         (b'["x"]', "not an object"),
-        (b'{"question": "x"}', "none of messages, conversations, turns, prompt, text"),
+        (b'{"question": "x"}', "none of messages, conversations, turns, prompt, text, instruction, body, request"),
         (b'{"messages": "x"}', "messages is not a list"),
         (b'{"messages": []}', "does not begin with a user turn"),
         (b'{"messages": ["x"]}', "a message that is not an object"),
@@ -92,6 +94,112 @@ def test_bad_rows_are_counted_and_skipped(tmp_path, line, reason):
     [examples] = report.examples.values()
     assert len(examples) == NUM_EXAMPLES
     assert examples[0].startswith("log.jsonl:3: ")
+
+
+REQUEST = {"model": "m", "messages": [USER], "temperature": 0, "tools": [{"type": "function"}]}
+RESPONSE = {"choices": [{"message": {**ANSWER, "refusal": None, "tool_calls": None}, "finish_reason": "length"}]}
+
+
+@pytest.mark.parametrize(
+    ("record", "form"),
+    [
+        ({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": REQUEST}, "body"),
+        ({"custom_id": "a", "id": "x", "body": REQUEST, "response": {"status_code": 200, "body": RESPONSE}}, "body"),
+        ({"id": "a", "request": REQUEST, "response": RESPONSE}, "request"),
+        ({"id": "a", "request": {"url": "/", "body": REQUEST}, "response": {"body": RESPONSE}}, "request"),
+        ({"id": "a", "request": json.dumps(REQUEST), "response": json.dumps(RESPONSE)}, "request"),
+        ({"id": "a", "request": {"body": json.dumps(REQUEST)}, "response": None}, "request"),
+        ({"id": "a", "request": REQUEST, "response": {"error": "busy"}}, "request"),
+        ({"id": "a", "request": REQUEST, "response": {"choices": []}}, "request"),
+    ],
+)
+def test_requests_with_their_responses(tmp_path, record, form):
+    """As OpenAI's batch files and proxies log them."""
+    [conversation], report = read(write_lines(tmp_path / "a.jsonl", record))
+    is_answered = "Hello" in json.dumps(record)
+    assert conversation.messages == (CHAT if is_answered else [USER])
+    assert (conversation.id, conversation.tools) == ("a", [{"type": "function"}])
+    assert conversation.finish_reason == ("length" if is_answered else None)
+    assert report.forms == {form: 1}
+
+
+@pytest.mark.parametrize(
+    ("record", "messages"),
+    [
+        ({"instruction": "Hi", "input": "", "output": "Hello"}, CHAT),
+        ({"instruction": "Sum", "input": "1 2"}, [{"role": "user", "content": "Sum\n\n1 2"}]),
+    ],
+)
+def test_instructions(tmp_path, record, messages):
+    [conversation], report = read(write_lines(tmp_path / "a.jsonl", record))
+    assert conversation.messages == messages
+    assert report.forms == {"instruction": 1}
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"body": {"prompt": "Hi"}}, "body has no messages"),
+        ({"request": "GET /"}, "request has no messages"),
+        ({"request": {"messages": "Hi"}}, "request has no messages"),
+        ({"messages": CHAT, "tools": "x"}, "tools that are not a list of objects"),
+        ({"messages": CHAT, "tools": ["x"]}, "tools that are not a list of objects"),
+        ({"messages": CHAT, "chat_template_kwargs": "x"}, "chat_template_kwargs that are not an object"),
+        ({"messages": [USER, {**ANSWER, "token_ids": "x"}]}, "token_ids that are not whole numbers from 0 on"),
+        ({"messages": [USER, {**ANSWER, "token_ids": [1, -1]}]}, "token_ids that are not whole numbers from 0 on"),
+        ({"messages": [USER, {**ANSWER, "token_ids": [True]}]}, "token_ids that are not whole numbers from 0 on"),
+        ({"messages": [USER, {**ANSWER, "reasoning_content": 1}]}, "content that is not text"),
+        ({"instruction": 1, "input": "x"}, "content that is not text"),
+    ],
+)
+def test_bad_fields_are_counted_and_skipped(tmp_path, record, reason):
+    conversations, report = read(write_lines(tmp_path / "a.jsonl", record, {"messages": CHAT}))
+    assert [conversation.id for conversation in conversations] == ["a.jsonl:2"]
+    assert report.skipped == {reason: 1}
+    assert report.examples[reason][0].startswith("a.jsonl:1: ")
+
+
+def test_every_field_survives_a_file(tmp_path):
+    answer = {**ANSWER, "reasoning_content": "Greet.", "token_ids": [5, 0, 7]}
+    row = Conversation("a", [USER, answer], "qa", "stop", [{"type": "function"}], {"enable_thinking": False}, "hash")
+    [again], report = read(write_lines(tmp_path / "a.jsonl", row.record()))
+    assert again == row and not report.skipped
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json", "a.txt"])
+def test_compressed_files(tmp_path, name):
+    rows = {"a.txt": b"Hi\n\nBye\n", "a.json": json.dumps([{"prompt": "Hi"}, {"prompt": "Bye"}], indent=1).encode()}
+    content = rows.get(name, b'{"prompt": "Hi"}\n{"prompt": "Bye"}\n')
+    file = tmp_path / "folder" / f"{name}.gz"
+    file.parent.mkdir()
+    file.write_bytes(gzip.compress(content))
+    conversations, report = read(file)
+    assert [c.user_turns for c in conversations] == [["Hi"], ["Bye"]]
+    assert conversations[0].id == f"{name}.gz:1" and not report.skipped
+    in_folder, _ = read(file.parent)
+    assert [c.user_turns for c in in_folder] == ([["Hi\n\nBye"]] if name == "a.txt" else [["Hi"], ["Bye"]])
+
+
+def test_a_compressed_file_that_ends_too_early_costs_its_end(tmp_path):
+    """As one that is being written does."""
+    rows = [{"prompt": f"{i} {random.Random(i).random()}"} for i in range(4000)]
+    content = gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode())
+    (tmp_path / "a.jsonl.gz").write_bytes(content[: len(content) // 2])
+    (tmp_path / "b.jsonl.gz").write_bytes(b"no gzip at all")
+    (tmp_path / "c.jsonl").write_text('{"prompt": "Hi"}')
+    (tmp_path / "d.tar.gz").write_bytes(content)
+    conversations, report = read(tmp_path)
+    assert 1000 < len(conversations) < 3000 and conversations[-1].user_turns == ["Hi"]
+    assert report.skipped["a compressed file that cannot be read to its end"] == 2
+    assert report.examples["a file of unknown format"] == ["d.tar.gz"]
+
+
+def test_csv(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "a.csv").write_text('instruction,input,output\nHi,,Hello\n"Sum, please",1 2,3\n')
+    conversations, report = read(tmp_path / "a.csv")
+    assert [c.user_turns for c in conversations] == [["Hi"], ["Sum, please\n\n1 2"]]
+    assert conversations[0].messages == CHAT and not report.skipped
 
 
 def test_json_list_and_json_with_lines(tmp_path):
@@ -162,9 +270,9 @@ def test_hub_datasets_are_named_with_configuration_and_split(monkeypatch):
 def test_unreadable_sources(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="there is no such file"):
         read(tmp_path / "absent.jsonl")
-    (tmp_path / "table.csv").write_text("a,b")
+    (tmp_path / "table.xlsx").write_text("a,b")
     with pytest.raises(ValueError, match=r"no known format: call it \.jsonl"):
-        read(tmp_path / "table.csv")
+        read(tmp_path / "table.xlsx")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"needs datasets: pip install 'selfspec\[train\]'"):
         read("org/chats")

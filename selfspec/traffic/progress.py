@@ -1,0 +1,64 @@
+"""How far long work is: a bar where a person watches, and a line now and then where a file does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import track
+
+# Between two lines.
+SECONDS = 30.0
+
+T = TypeVar("T")
+
+
+def tracked(items: Iterable[T], description: str, total: int, say: Callable[[str], None]) -> Iterator[T]:
+    """The items, while it is shown how many of `total` have come and how long the rest may take.
+
+    Args:
+        say: takes a line, where stderr is no terminal.
+    """
+    console = Console(stderr=True)
+    if console.is_terminal:
+        yield from track(items, description, total, console=console, transient=True)
+        return
+    num_done = 0
+    with _reporting(description, total, lambda: num_done, say):
+        for item in items:
+            yield item
+            num_done += 1
+
+
+@contextmanager
+def _reporting(description: str, total: int, count: Callable[[], int], say: Callable[[str], None]) -> Iterator[None]:
+    """Say how far it is every so many seconds. A thread of its own does, because an item may take minutes."""
+    started, is_over = time.monotonic(), threading.Event()
+
+    def report() -> None:
+        while not is_over.wait(SECONDS):
+            say(line(description, count(), total, time.monotonic() - started))
+
+    thread = threading.Thread(target=report, name="selfspec-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def line(description: str, num_done: int, total: int, seconds: float) -> str:
+    """Such as "answering: 30 of 120 after 1:00, about 3:00 left"."""
+    left = f", about {_clock(seconds / num_done * (total - num_done))} left" if 0 < num_done < total else ""
+    return f"{description}: {num_done} of {total} after {_clock(seconds)}{left}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
