@@ -52,7 +52,7 @@ def register(cli: typer.Typer) -> None:
 
         quiet_libraries()
         capture = open_capture(options)
-        service = Service(source_of(target), options)
+        service = Service(source_of(target), options, host=host)
         if not service.api_keys:
             warn_if_open(host, "think of --api-key")
         listener = listen(host, port)

@@ -131,6 +131,12 @@ class SpecEngine:
         return self._health.problems
 
     @property
+    def max_tokens(self) -> int:
+        """The most tokens that one prompt has together with its answer."""
+        assert self._cache.max_tokens is not None
+        return min(self.target.context_length, self._cache.max_tokens)
+
+    @property
     def num_running(self) -> int:
         return self._scheduler.num_running
 
@@ -170,24 +176,44 @@ class SpecEngine:
             EngineFull: too many requests are open at present.
             EngineClosed: the engine takes no more requests.
         """
-        name = drafter or self.default_drafter
-        if name not in self._drafters:
-            raise ValueError(f"drafter {name!r} is not loaded: use one of {', '.join(self._drafters)}")
-        if len(requests) > self.max_open:
-            raise ValueError(
-                f"{len(requests)} answers are more than the {self.max_open} that may run or wait: ask for fewer"
-            )
-        for request in requests:
+        name = self.check_drafter(drafter)
+        self.check_room(len(requests))
+        # The samples of one prompt share all that is checked.
+        for request in {(id(r.prompt_ids), id(r.sampling), r.num_top_logprobs): r for r in requests}.values():
             self.check(request)
         handle = Handle(self, on_event)
         with self._changed:
-            if self._is_draining:
-                raise EngineClosed(CLOSED)
-            if self._num_open + len(requests) > self.max_open:
-                raise EngineFull(self.max_open, self._retry_seconds())
+            self.check_room(len(requests))
             self._num_open += len(requests)
             self.post(lambda: self._start(handle, requests, name))
         return handle
+
+    def check_drafter(self, drafter: str | None) -> str:
+        """The name of the drafter that serves a request which asks for `drafter`.
+
+        Raises:
+            ValueError: it is not loaded.
+        """
+        name = drafter or self.default_drafter
+        if name not in self._drafters:
+            raise ValueError(f"drafter {name!r} is not loaded: use one of {', '.join(self._drafters)}")
+        return name
+
+    def check_room(self, num_requests: int) -> None:
+        """Refuse more requests than may be open now, before anyone works on them.
+
+        Raises:
+            ValueError: there are never places for so many.
+            EngineFull: too many requests are open at present.
+            EngineClosed: the engine takes no more requests.
+        """
+        if num_requests > self.max_open:
+            raise ValueError(f"{num_requests} answers are more than the {self.max_open} that may run or wait: ask for fewer")
+        with self._changed:
+            if self._is_draining:
+                raise EngineClosed(CLOSED)
+            if self._num_open + num_requests > self.max_open:
+                raise EngineFull(self.max_open, self._retry_seconds())
 
     def stream(self, requests: Sequence_[Request], *, drafter: str | None = None) -> Iterator[Event]:
         """The events of `requests` as they come. Closing the iterator early cancels the requests."""

@@ -42,25 +42,30 @@ class Request:
     begin_grammar: Callable[[], Grammar] | None = None
 
 
+class PromptTooLong(ValueError):
+    """A prompt that leaves no room for an answer."""
+
+
 def check_prompt(target: Target, prompt_ids: Sequence_[int], *, name: str = "the prompt") -> None:
-    """Refuse a prompt that is empty, has ids that the target does not know, or leaves no room for an answer.
+    """Refuse a prompt that is empty, leaves no room for an answer, or has ids that the target does not know.
 
     Raises:
-        ValueError: one sentence that begins with `name`.
+        ValueError: one sentence that begins with `name`; a `PromptTooLong` where that is the reason.
     """
     if not len(prompt_ids):
         raise ValueError(f"{name} is empty: give it at least one token")
+    # Before anything that looks at every token.
+    if len(prompt_ids) >= target.context_length:
+        raise PromptTooLong(
+            f"{name} has {len(prompt_ids)} tokens, and {target.short_name} takes {target.context_length} with its answer: "
+            "shorten the prompt"
+        )
     # Usually all are plain integers, which a set of their types tells fastest.
     if set(map(type, prompt_ids)) != {int}:
         odd = next((token for token in prompt_ids if not isinstance(token, Integral) or isinstance(token, bool)), None)
         if odd is not None:
             raise ValueError(f"{name} has {odd!r} among its token ids: give whole numbers")
     _check_known(target, name, prompt_ids)
-    if len(prompt_ids) >= target.context_length:
-        raise ValueError(
-            f"{name} has {len(prompt_ids)} tokens, and {target.name} takes {target.context_length} with its answer: "
-            "shorten the prompt"
-        )
 
 
 def check_sampling(target: Target, sampling: SamplingParams) -> None:
@@ -89,7 +94,7 @@ def _check_known(target: Target, name: str, token_ids: Collection[int]) -> None:
     known = target.config.vocab_size
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < known:
         unknown = next(token for token in token_ids if not 0 <= token < known)
-        raise ValueError(f"{name} has token id {unknown}: {target.name} knows ids 0 to {known - 1}")
+        raise ValueError(f"{name} has token id {unknown}: {target.short_name} knows ids 0 to {known - 1}")
 
 
 def check_request(target: Target, request: Request, *, cache_tokens: int | None = None) -> None:
@@ -105,7 +110,7 @@ def check_request(target: Target, request: Request, *, cache_tokens: int | None 
     check_sampling(target, request.sampling)
     num_tokens = len(request.prompt_ids)
     if cache_tokens is not None and num_tokens >= cache_tokens:
-        raise ValueError(
+        raise PromptTooLong(
             f"the prompt has {num_tokens} tokens, and the cache holds {cache_tokens} with its answer: shorten the prompt, "
             "or raise the cache's max_tokens (a server's cache_tokens)"
         )

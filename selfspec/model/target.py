@@ -118,6 +118,11 @@ class Target:
         return cls(model, tokenizer, name=str(source), adapter=None if adapter is None else str(adapter))
 
     @property
+    def short_name(self) -> str:
+        """The last part of the name: what errors show to people whom this machine's folders do not concern."""
+        return Path(self.name).name or self.name
+
+    @property
     def num_layers(self) -> int:
         return self.kv_shape.num_layers
 
@@ -217,7 +222,7 @@ class Target:
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt).input_ids)
         if not self.tokenizer.chat_template:
-            raise ValueError(f"{self.name} has no chat template: pass the prompt as raw text")
+            raise ValueError(f"{self.short_name} has no chat template: pass the prompt as raw text")
         arguments = {**self.chat_template_kwargs, **(chat_template_kwargs or {})}
         settings = {**arguments, "tools": tools, "add_generation_prompt": True, "return_dict": True}
         if literal is not None and literal.concerns(prompt, tools, arguments):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
@@ -16,6 +15,7 @@ from selfspec.failures import describe
 from selfspec.serve.protocol import FORMS, ChatRequest, CompletionRequest, HeadRequest
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+NOT_AN_OBJECT = "the body is not a JSON object: send one, with `Content-Type: application/json`"
 UNKNOWN_FIELD = "is not a field of this request: check its spelling or leave it out"
 ROUTES = "/v1/chat/completions, /v1/completions, /v1/models, /v1/heads, /health and /metrics"
 FIELDS = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *HeadRequest.model_fields}
@@ -91,10 +91,6 @@ def add_handlers(app: FastAPI) -> None:
     async def of_ours(request: Request, error: ApiError) -> JSONResponse:
         return error.response()
 
-    @app.exception_handler(RequestValidationError)
-    async def of_validation(request: Request, error: RequestValidationError) -> JSONResponse:
-        return _invalid(error).response()
-
     @app.exception_handler(HTTPException)
     async def of_framework(request: Request, error: HTTPException) -> JSONResponse:
         message = error.detail
@@ -103,8 +99,6 @@ def add_handlers(app: FastAPI) -> None:
             message = f"{place} is not served: the routes are {ROUTES}"
         elif error.status_code == 405:
             message = f"{place} is not allowed: use {(error.headers or {}).get('Allow', 'another method')}"
-        elif error.status_code == 400:
-            message = "the body cannot be read as JSON: send one object in UTF-8 that is not nested too deeply"
         return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
 
     @app.exception_handler(Exception)
@@ -112,23 +106,20 @@ def add_handlers(app: FastAPI) -> None:
         return api_error(error).response()
 
 
-def _invalid(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong with a request's body."""
-    first = error.errors()[0]
+def invalid(first: Mapping[str, Any], body: Any) -> ApiError:
+    """What is wrong with a request's body, from the first of pydantic's errors."""
     kind, message = first["type"], first["msg"].removeprefix("Value error, ")
-    if kind == "json_invalid":
-        return ApiError(400, f"the body is not JSON ({first.get('ctx', {}).get('error', 'invalid')}): send one object")
     if kind == "invalid_key":
         return ApiError(400, "a field's name is not valid Unicode: send names without halves of surrogate pairs")
-    if first["loc"] == ("body",):
+    if not first["loc"]:
         if kind == "value_error":
             return ApiError(400, message, param=field_of(message))
-        return ApiError(400, "the body is not a JSON object: send one, with `Content-Type: application/json`")
-    place = _place(first["loc"], error.body)
+        return ApiError(400, NOT_AN_OBJECT)
+    place = _place(first["loc"], body)
     if kind == "missing":
         place.append(str(first["loc"][-1]))
         message = "this field is missing: add it"
-    elif kind != "value_error" and len(place) < len(first["loc"]) - 1:
+    elif kind != "value_error" and len(place) < len(first["loc"]):
         # None of the field's forms fits.
         message = FORMS.get(place[-1], message)
     if kind == "extra_forbidden":
@@ -141,7 +132,7 @@ def _invalid(error: RequestValidationError) -> ApiError:
 def _place(loc: Sequence[str | int], body: Any) -> list[str]:
     """The keys and indices that lead from the body to the wrong value, without pydantic's names for a field's forms."""
     place = []
-    for part in loc[1:]:
+    for part in loc:
         if isinstance(body, dict | list) and (part in body if isinstance(body, dict) else isinstance(part, int)):
             body = body[part]  # type: ignore[index]
             place.append(str(part))

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from selfspec.failures import first_line
 from selfspec.loop.sampling import Grammar
 from selfspec.model.target import Target
+from selfspec.serve.limits import FORM_LIMITS, MAX_FORM_LENGTH
 from selfspec.serve.protocol import ResponseFormat
 
 # White space between two parts of a JSON text: enough for any indentation, but limited, because a model may never stop.
@@ -29,6 +30,7 @@ class GrammarCompiler:
     def __init__(self, target: Target) -> None:
         self._eos_token_ids = list(target.eos_token_ids)
         self._vocab_size = target.vocab_size
+        self._limits = LLParserLimits(**FORM_LIMITS, verbose_errors=False)
         self._problem: str | None = None
         try:
             self._tokenizer: LLTokenizer = from_tokenizer(
@@ -41,18 +43,34 @@ class GrammarCompiler:
     def compile(self, wanted: ResponseFormat) -> Callable[[], Grammar] | None:
         """A function that begins a grammar for each answer; None if any text will do.
 
+        It needs a stack of `FORM_STACK_BYTES`, because llguidance follows the references of a form recursively.
+
         Raises:
-            ValueError: the schema, pattern or grammar is not a valid one, or the tokenizer cannot be used.
+            ValueError: the schema, pattern or grammar is not a valid one or too complex, or the tokenizer cannot be used.
         """
         if wanted.type == "text":
             return None
         if self._problem is not None:
             raise ValueError(self._problem)
         source = _source(wanted)
-        if problem := LLMatcher.validate_grammar(source, self._tokenizer):
-            raise ValueError(f"response_format cannot be used: {_sentence(problem)}")
-        beginning = LLMatcher(self._tokenizer, source)
-        return lambda: _Parser(beginning.deep_copy(), self._vocab_size, self._eos_token_ids)
+        if len(source) > MAX_FORM_LENGTH:
+            raise ValueError(
+                f"response_format has {len(source)} characters: use a form of at most {MAX_FORM_LENGTH} characters"
+            )
+        beginning = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        if beginning.is_error():
+            raise ValueError(f"response_format cannot be used: {_sentence(beginning.get_error())}")
+
+        def begin() -> Grammar:
+            return _Parser(beginning.deep_copy(), self._vocab_size, self._eos_token_ids)
+
+        # Two steps are tried here, because the first ones are the slowest, and a form may be too complex from there on.
+        trial = begin()
+        token_id = int(trial.allowed([]).nonzero()[0])
+        trial.allowed([token_id])
+        if trial.problem is not None:
+            raise ValueError(trial.problem)
+        return begin
 
 
 def _source(wanted: ResponseFormat) -> str:

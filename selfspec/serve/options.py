@@ -10,6 +10,7 @@ from pathlib import Path
 CHANNELS = "harmony"
 TOOL_FORMATS = ("auto", "none", "hermes", "mistral", "llama3", CHANNELS)
 REASONING_FORMATS = ("auto", "none", "think", "mistral", CHANNELS)
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,13 @@ class ServeOptions:
     prefill_tokens: int = field(default=512, metadata={"help": "prompt tokens that are read between two decoding steps"})
     api_key: Sequence[str] = field(
         default=(), metadata={"help": "a key that requests must bring; repeatable; $SELFSPEC_API_KEY is one too"}
+    )
+    allowed_host: Sequence[str] = field(
+        default=(),
+        metadata={
+            "help": "a name that requests may call this server by, * for any; repeatable; by default --host, localhost and "
+            "addresses, and with an API key any name"
+        },
     )
     cors_origin: Sequence[str] = field(
         default=(), metadata={"help": "web origin whose pages may send requests; repeatable; none by default"}
@@ -43,6 +51,12 @@ class ServeOptions:
     )
     literal_text: bool = field(
         default=False, metadata={"help": "control tokens in chat messages are text, and only the template writes them"}
+    )
+    max_body_megabytes: int | None = field(
+        default=None, metadata={"help": "most megabytes of a request; by default 1, and more where the context is long"}
+    )
+    log_level: str = field(
+        default="info", metadata={"help": "debug, info (a line for each request), warning or error: what is logged"}
     )
     drain_seconds: float = field(default=30.0, metadata={"help": "how long running answers may go on after SIGTERM"})
     capture: Path | None = field(default=None, metadata={"help": "directory to log conversations to, for `selfspec data`"})
@@ -64,6 +78,12 @@ class ServeOptions:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known: use one of {', '.join(known)}")
         if not self.drain_seconds >= 0:
             raise ValueError(f"drain_seconds={self.drain_seconds} is not allowed: use 0 or more")
+        if self.max_body_megabytes is not None and self.max_body_megabytes < 1:
+            raise ValueError(f"max_body_megabytes={self.max_body_megabytes} is not allowed: use 1 or more")
+        if self.log_level not in LOG_LEVELS:
+            raise ValueError(f"log_level={self.log_level!r} is not allowed: use {', '.join(LOG_LEVELS)}")
+        if any(not host.strip() for host in self.allowed_host):
+            raise ValueError("an allowed_host is empty: leave it out, or give one such as api.example")
         if any(not key.strip() for key in self.api_key):
             raise ValueError("an api_key is empty: leave it out, or give one")
         if any(not origin.strip() for origin in self.cors_origin):

@@ -5,16 +5,37 @@ A field that would change the answer and is not served is refused, never ignored
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    field_validator,
+    model_validator,
+)
 
 from selfspec.config import SamplingParams
+from selfspec.serve.limits import (
+    MAX_BIASES,
+    MAX_DEPTH,
+    MAX_FIELDS,
+    MAX_FORM_LENGTH,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
+    MAX_TOOLS,
+)
 
 # Strict, because pydantic would otherwise read text as numbers and hide a client's mistake.
 STRICT = ConfigDict(extra="forbid", strict=True)
-# Where clients may nest JSON freely. Deeper values would exhaust the stack of whatever reads them.
-MAX_DEPTH = 64
 # A larger number of tokens to choose from is the whole vocabulary of any model.
 MAX_TOP_K = 2**31 - 1
 # JSON can hold halves of surrogate pairs, and neither tokenizers nor files take them.
@@ -22,7 +43,7 @@ NOT_TEXT = "this text cannot be encoded: send valid Unicode, without halves of s
 # What fields of several forms take, in words: pydantic would name the first form alone.
 FORMS = {
     "prompt": "give text, a list of texts, a list of token ids, or a list of lists of token ids",
-    "stop": "give a string, or a list of at most 16 strings",
+    "stop": f"give a string, or a list of at most {MAX_STOPS} strings, each of at most {MAX_STOP_LENGTH} characters",
     "tool_choice": 'give \'none\' or \'auto\', \'required\', or {"type": "function", "function": {"name": ...}}',
     "content": 'give text, or a list of parts such as {"type": "text", "text": "..."}',
 }
@@ -34,6 +55,12 @@ def _check_text(text: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise ValueError(NOT_TEXT) from None
+    return text
+
+
+def _check_stop(text: str) -> str:
+    if len(text) > MAX_STOP_LENGTH:
+        raise ValueError(f"this string has {len(text)} characters: use at most {MAX_STOP_LENGTH}")
     return text
 
 
@@ -55,15 +82,62 @@ def _check_object(value: dict[str, Any]) -> dict[str, Any]:
     raise ValueError(f"this is nested too deeply: use at most {MAX_DEPTH} levels")
 
 
+Prompt = str | list[str] | list[int] | list[list[int]]
+
+
+def _check_prompt(prompt: Any) -> Prompt:
+    """Refuse what is no form of a prompt. Only sets of types are compared, because there may be a context full of ids."""
+    kinds = set(map(type, prompt)) if isinstance(prompt, list) else None
+    is_ids = kinds == {list} and all(set(map(type, part)) <= {int} for part in prompt)
+    if not (isinstance(prompt, str) or kinds in (set(), {str}, {int}) or is_ids):
+        raise ValueError(FORMS["prompt"])
+    for text in [prompt] if isinstance(prompt, str) else prompt if kinds == {str} else []:
+        _check_text(text)
+    return prompt
+
+
+def _check_name(name: str) -> str:
+    """Refuse a drafter's name that could not stand in a path, because that is how it is unloaded."""
+    if not re.fullmatch(r"[\w.:@+-]+(/[\w.:@+-]+)*", name, re.ASCII):
+        raise ValueError("use letters, digits and . _ - : @ +, with single slashes between them")
+    return name
+
+
+def _at_most(limit: int) -> BeforeValidator:
+    """Refuse a longer list or object before anything in it is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict | list) and len(value) > limit:
+            raise ValueError(f"this has {len(value)} entries: give at most {limit}")
+        return value
+
+    return BeforeValidator(check)
+
+
+# Only the first mistake of a request is told.
+FIRST_ERROR = Field(fail_fast=True)
 # JSON has one kind of number.
 Number = Annotated[float, Field(strict=False, allow_inf_nan=False)]
 Text = Annotated[str, AfterValidator(_check_text)]
 Object = Annotated[dict[str, Any], AfterValidator(_check_object)]
+StopString = Annotated[Text, AfterValidator(_check_stop)]
+FormText = Annotated[str, Field(min_length=1, max_length=MAX_FORM_LENGTH)]
 
 
-class StreamOptions(BaseModel):
+class _Object(BaseModel):
+    """An object of the protocol. It has few fields: pydantic would make an error of each one that is unknown."""
+
     model_config = STRICT
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"this object has {len(value)} fields: send at most {MAX_FIELDS}")
+        return value
+
+
+class StreamOptions(_Object):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
     include_obfuscation: bool | None = None
@@ -75,24 +149,20 @@ class StreamOptions(BaseModel):
         return self
 
 
-class JsonSchema(BaseModel):
-    model_config = STRICT
-
+class JsonSchema(_Object):
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
     schema_: Annotated[Object, Field(alias="schema")]
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(_Object):
     """The form of an answer: OpenAI's kinds, and a regular expression or a grammar in Lark's notation."""
-
-    model_config = STRICT
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
     json_schema: JsonSchema | None = None
-    pattern: Annotated[str, Field(min_length=1)] | None = None
-    grammar: Annotated[str, Field(min_length=1)] | None = None
+    pattern: FormText | None = None
+    grammar: FormText | None = None
 
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
@@ -104,10 +174,8 @@ class ResponseFormat(BaseModel):
         return self
 
 
-class _Ignored(BaseModel):
+class _Ignored(_Object):
     """Fields that other servers keep records by."""
-
-    model_config = STRICT
 
     user: str | None = None
     store: bool | None = None
@@ -135,10 +203,10 @@ class _Request(_Ignored):
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = 0.0
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = 0.0
     repetition_penalty: Annotated[Number, Field(gt=0)] | None = 1.0
-    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], _at_most(MAX_BIASES)] | None = None
     seed: int | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS), FIRST_ERROR] | None = None
+    stop_token_ids: Annotated[list[int], FIRST_ERROR, _at_most(MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
     response_format: ResponseFormat | None = None
@@ -203,19 +271,19 @@ class _Request(_Ignored):
         )
 
 
-class Message(BaseModel):
+class Message(_Object):
     """One turn. Other fields are passed on as they are, because a chat template may read them."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Object] | None = None
+    content: Annotated[str | Annotated[list[Object], FIRST_ERROR], _at_most(MAX_PARTS)] | None = None
 
     @field_validator("content")
     @classmethod
     def _join_parts(cls, content: str | list[dict[str, Any]] | None) -> str | None:
         if not isinstance(content, list):
-            return content
+            return content if content is None else _check_text(content)
         if not content:
             raise ValueError("the list of parts is empty: give at least one")
         texts = [part.get("text") for part in content if part.get("type") == "text"]
@@ -254,10 +322,10 @@ class NamedTool(BaseModel):
 class ChatRequest(_Request):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1), FIRST_ERROR, _at_most(MAX_MESSAGES)]
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = 0
-    tools: list[Object] | None = None
+    tools: Annotated[list[Object], FIRST_ERROR, _at_most(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Object | None = None
@@ -298,7 +366,7 @@ class ChatRequest(_Request):
 class CompletionRequest(_Request):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Annotated[Prompt, PlainValidator(_check_prompt)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = False
     suffix: Literal[""] | None = None
@@ -311,20 +379,18 @@ class CompletionRequest(_Request):
         return self
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> Sequence[str | list[int]]:
         """One entry for each prompt."""
         prompt = self.prompt
         is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
-        return cast("list[str] | list[list[int]]", [prompt] if is_one else prompt)
+        return cast("Sequence[str | list[int]]", [prompt] if is_one else prompt)
 
 
-class HeadRequest(BaseModel):
+class HeadRequest(_Object):
     """POST /v1/heads: a drafter as the command line names it, and the name that requests use."""
 
-    model_config = STRICT
-
     drafter: str
-    name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    name: Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_check_name)] | None = None
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import Any, TextIO
 
 import uvicorn
 
@@ -44,7 +47,8 @@ def run(service: Service, listener: socket.socket, load: Callable[[], None]) -> 
     config = uvicorn.Config(
         create_app(service),
         lifespan="off",
-        log_config=None,
+        log_config=_log_config(service.options.log_level),
+        # The gate writes those lines.
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=FLUSH_SECONDS,
@@ -55,6 +59,9 @@ def run(service: Service, listener: socket.socket, load: Callable[[], None]) -> 
     def load_or_end() -> None:
         try:
             load()
+            # The model's objects stay, so the collector need not go through them whenever a request brings many.
+            gc.collect()
+            gc.freeze()
         except BaseException as error:
             problems.append(error)
             server.should_exit = True
@@ -65,8 +72,35 @@ def run(service: Service, listener: socket.socket, load: Callable[[], None]) -> 
         server.run(sockets=[listener])
     finally:
         service.close()
+        # The interpreter's end looks for leaks among what is not frozen.
+        gc.unfreeze()
     if problems:
         raise problems[0]
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what stderr is when it writes, not to what it was when the server started."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+def _log_config(level: str) -> dict[str, Any]:
+    """Lines on stderr; of uvicorn's own only what went wrong, because it does not know what a drain is."""
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(message)s"}},
+        "handlers": {"stderr": {"()": _StderrHandler, "formatter": "line"}},
+        "loggers": {
+            "selfspec": {"handlers": ["stderr"], "level": level.upper()},
+            "uvicorn": {"handlers": ["stderr"], "level": max("WARNING", level.upper(), key=logging.getLevelName)},
+        },
+    }
 
 
 class _Server(uvicorn.Server):

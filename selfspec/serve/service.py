@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.types import Message
 
 from selfspec.api import Completion, encode
 from selfspec.config import SamplingParams
@@ -18,12 +20,15 @@ from selfspec.engine import SpecEngine
 from selfspec.heads.base import tokenizer_hash
 from selfspec.loop.drafter import NoDrafter
 from selfspec.loop.sampling import Grammar
-from selfspec.loop.sequence import Request, check_sampling
+from selfspec.loop.sequence import PromptTooLong, Request, check_sampling
 from selfspec.model.chat import LiteralText, check_arguments, reads_tools
 from selfspec.model.target import Target
-from selfspec.serve.answers import Answer, ChatAnswer, CompletionAnswer, Events
+from selfspec.serve.answers import Answer, ChatAnswer, CompletionAnswer, Events, while_connected
+from selfspec.serve.bodies import parse
 from selfspec.serve.errors import ApiError, api_error, field_of, unavailable
 from selfspec.serve.forced_calls import forced_grammar
+from selfspec.serve.lanes import Lanes
+from selfspec.serve.limits import Limits
 from selfspec.serve.metrics import Metrics
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.protocol import NOT_TEXT, ChatRequest, CompletionRequest, NamedTool, ResponseFormat
@@ -55,6 +60,11 @@ CAPTURED = {
 }
 # OpenAI's default for completions; a chat may go on to the end of the context.
 DEFAULT_MAX_TOKENS = 16
+# The word that OpenAI's clients look for.
+TOO_LONG = "context_length_exceeded"
+
+Form = TypeVar("Form", bound=BaseModel)
+Result = TypeVar("Result")
 
 
 class Service:
@@ -62,18 +72,23 @@ class Service:
 
     Args:
         name: path or Hub id of the model; clients write its last part, or the options' `served_name`.
+        host: the name or address that the server was told to listen on.
     """
 
-    def __init__(self, name: str, options: ServeOptions) -> None:
+    def __init__(self, name: str, options: ServeOptions, *, host: str = "localhost") -> None:
         self.name = options.served_name or Path(name).name
         self.options = options
         self.api_keys = [*options.api_key, *filter(None, [os.environ.get("SELFSPEC_API_KEY")])]
+        # No page can know a key, so a server with keys goes by any name, unless its names are given.
+        self.hosts = ["*"] if self.api_keys and not options.allowed_host else [host, *options.allowed_host]
         self.metrics = Metrics(self.name)
         self.started = time.time()
         self.capture: Capture | None = None
         self._tokenizer_hash: str | None = None
         self.is_draining = False
         self._engine: SpecEngine | None = None
+        self._limits: Limits | None = None
+        self._lanes = Lanes()
         self._grammars: GrammarCompiler | None = None
         self._syntax: Syntax | None = None
         self._literal: LiteralText | None = None
@@ -105,7 +120,18 @@ class Service:
             self._tokenizer_hash = tokenizer_hash(target.tokenizer)
             self.metrics.watch("captured_conversations", "conversations logged", lambda: capture.num_written)
             self.metrics.watch("capture_dropped", "conversations that could not be logged", lambda: capture.num_dropped)
+        self._grammars = _grammar_compiler(target)
+        max_megabytes = options.max_body_megabytes
+        self._limits = Limits.of(engine, max_body_bytes=None if max_megabytes is None else max_megabytes << 20)
         self._engine = engine
+
+    @property
+    def limits(self) -> Limits:
+        """What a request may cost; a 503 if none is taken."""
+        limits = self._limits
+        # They are there as soon as the engine is.
+        assert self.engine and limits is not None
+        return limits
 
     @property
     def engine(self) -> SpecEngine:
@@ -128,6 +154,7 @@ class Service:
         self.is_draining = True
         if self._engine is not None:
             self._engine.close()
+        self._lanes.close()
         if self.capture is not None:
             self.capture.close()
 
@@ -135,14 +162,37 @@ class Service:
         if name != self.name:
             raise ApiError(404, f"model {name!r} is not served here: ask for {self.name!r}", code="model_not_found")
 
-    async def chat(self, body: ChatRequest, answer_id: str) -> tuple[Answer, Events, Callable[[Completion], None]]:
-        """Submit a chat request. Returns the form of its answer, its events, and a function to call with each completion."""
+    async def parse(self, raw: bytes, form: type[Form]) -> Form:
+        """A request's body, validated in a lane."""
+        return await self._lanes.run(len(raw), parse, raw, form, self.limits)
+
+    async def while_wanted(
+        self, receive: Callable[[], Awaitable[Message]], preparing: Coroutine[Any, Any, Result]
+    ) -> Result | None:
+        """What a preparation returns; None, and it is given up, if the client goes first."""
+        result = await while_connected(receive, preparing)
+        if result is None:
+            self.metrics.failed(is_cancelled=True)
+        return result
+
+    async def chat(
+        self, body: ChatRequest, answer_id: str, num_bytes: int
+    ) -> tuple[Answer, Events, Callable[[Completion], None]]:
+        """Submit a chat request.
+
+        Args:
+            num_bytes: the size of its body, which bounds what its template and its tokens cost.
+
+        Returns:
+            The form of its answer, its events, and a function to call with each completion.
+        """
         target = self._target(body.model)
         sampling = _sampling(body, target, target.context_length, use_logprobs=bool(body.logprobs))
+        self._check_length(sum(len(message.content or "") for message in body.messages), "a text", "messages")
+        self._check_room(sampling.n, body.drafter)
         messages = [message.for_template() for message in body.messages]
-        # In a thread, because a long text takes a while and other requests need the event loop.
-        prompt = await asyncio.to_thread(_encode_chat, target, messages, body, self._literal)
-        begin_grammar = await asyncio.to_thread(self._grammar, body, prompt)
+        prompt = await self._lanes.run(num_bytes, _encode_chat, target, messages, body, self._literal)
+        begin_grammar = await self._grammar(body, prompt)
         syntax, tools = self._syntax, body.offered_tools
         assert syntax is not None
         is_hiding = sampling.skip_special_tokens and syntax.needs_special_tokens(has_tools=bool(tools))
@@ -177,8 +227,18 @@ class Service:
         """Submit a completion request; returns the same as `chat`."""
         target = self._target(body.model)
         sampling = _sampling(body, target, DEFAULT_MAX_TOKENS, use_logprobs=body.logprobs is not None)
-        prompts = await asyncio.to_thread(_encode_texts, target, body.prompts)
-        begin_grammar = await asyncio.to_thread(self._grammar, body)
+        if not body.prompts:
+            raise ApiError(400, "prompt is an empty list: give at least one", param="prompt")
+        for index, prompt in enumerate(body.prompts):
+            if isinstance(prompt, str):
+                self._check_length(len(prompt), f"prompt {index}", "prompt")
+        self._check_room(len(body.prompts) * sampling.n, body.drafter)
+        # One by one, so that shorter work comes in between, and the rest is left once the client has gone.
+        prompts = [
+            await self._lanes.run(len(prompt), _encode_prompt, target, prompt, index)
+            for index, prompt in enumerate(body.prompts)
+        ]
+        begin_grammar = await self._grammar(body)
         requests = _requests(prompts, sampling, body.logprobs or 0, begin_grammar)
 
         def capture(completion: Completion) -> None:
@@ -219,19 +279,39 @@ class Service:
     def _drafter_name(self, name: str | None) -> str:
         return name or self.engine.default_drafter
 
-    def _grammar(self, body: ChatRequest | CompletionRequest, prompt: Sequence[int] = ()) -> Callable[[], Grammar] | None:
+    def _check_length(self, num_characters: int, name: str, param: str) -> None:
+        """Refuse a text that cannot fit into the context, before it is tokenised."""
+        most = self.limits.max_characters
+        if num_characters > most:
+            message = (
+                f"{name} of {num_characters} characters cannot fit: the {self.engine.max_tokens} tokens of a prompt and its "
+                f"answer never hold more than {most}: shorten the prompt"
+            )
+            raise ApiError(400, message, param=param, code=TOO_LONG)
+
+    def _check_room(self, num_answers: int, drafter: str | None) -> None:
+        """Refuse what the engine would refuse at once, before anything is prepared for it."""
+        try:
+            self.engine.check_drafter(drafter)
+            self.engine.check_room(num_answers)
+        except ValueError as error:
+            raise ApiError(400, str(error), param=field_of(str(error)) or "n") from error
+        except Exception as error:
+            raise api_error(error) from error
+
+    async def _grammar(
+        self, body: ChatRequest | CompletionRequest, prompt: Sequence[int] = ()
+    ) -> Callable[[], Grammar] | None:
         """What begins the grammar of an answer; None for any text."""
         forced = self._forced_form(body, prompt) if isinstance(body, ChatRequest) and body.forced_tools else None
         wanted = forced or body.response_format
         if wanted is None or wanted.type == "text":
             return None
-        field = "response_format" if forced is None else "tool_choice"
-        try:
-            from selfspec.serve.grammar import GrammarCompiler
-        except ImportError as error:
-            raise ApiError(501, f"this server has no llguidance, which {field} needs: leave it out", param=field) from error
+        return await self._lanes.run_form(self._compile, wanted, "response_format" if forced is None else "tool_choice")
+
+    def _compile(self, wanted: ResponseFormat, field: str) -> Callable[[], Grammar] | None:
         if self._grammars is None:
-            self._grammars = GrammarCompiler(self.engine.target)
+            raise ApiError(501, "this server has no llguidance, which response_format needs: leave it out")
         try:
             return self._grammars.compile(wanted)
         except ValueError as error:
@@ -252,10 +332,8 @@ class Service:
         try:
             return Events(engine, requests, drafter)
         except ValueError as error:
-            is_too_many = len(requests) > engine.max_open
             # What is left that the engine can refuse is the prompt's length.
-            param = field_of(str(error)) or ("n" if is_too_many else prompt_field)
-            raise ApiError(400, str(error), param=param) from error
+            raise _refusal(error, field_of(str(error)) or prompt_field) from error
         except Exception as error:
             raise api_error(error) from error
 
@@ -304,6 +382,17 @@ class Service:
         self.capture.record(conversation, facts)
 
 
+def _grammar_compiler(target: Target) -> GrammarCompiler | None:
+    """Made before requests come, because it reads the whole vocabulary and holds the interpreter's lock meanwhile."""
+    if target.tokenizer is None:
+        return None
+    try:
+        from selfspec.serve.grammar import GrammarCompiler
+    except ImportError:
+        return None
+    return GrammarCompiler(target)
+
+
 def _sampling(
     body: ChatRequest | CompletionRequest, target: Target, default_max_tokens: int, *, use_logprobs: bool
 ) -> SamplingParams:
@@ -331,6 +420,10 @@ def _requests(
     ]
 
 
+def _refusal(error: ValueError, param: str) -> ApiError:
+    return ApiError(400, str(error), param=param, code=TOO_LONG if isinstance(error, PromptTooLong) else None)
+
+
 def _encode_chat(
     target: Target, messages: list[dict[str, Any]], body: ChatRequest, literal: LiteralText | None
 ) -> list[int]:
@@ -343,17 +436,15 @@ def _encode_chat(
         return encode(target, token_ids, 0)
     except ValueError as error:
         field = field_of(str(error))
-        raise ApiError(400, str(error), param=field if field in ("tools", "chat_template_kwargs") else "messages") from error
+        raise _refusal(error, field if field in ("tools", "chat_template_kwargs") else "messages") from error
     except TypeError as error:
         raise ApiError(400, NOT_TEXT, param="messages") from error
 
 
-def _encode_texts(target: Target, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-    if not prompts:
-        raise ApiError(400, "prompt is an empty list: give at least one", param="prompt")
+def _encode_prompt(target: Target, prompt: str | list[int], index: int) -> list[int]:
     try:
-        return [encode(target, prompt, index) for index, prompt in enumerate(prompts)]
+        return encode(target, prompt, index)
     except ValueError as error:
-        raise ApiError(400, str(error), param="prompt") from error
+        raise _refusal(error, "prompt") from error
     except TypeError as error:
         raise ApiError(400, NOT_TEXT, param="prompt") from error

@@ -170,7 +170,8 @@ class Soak:
     async def _send_mistake(self, http: httpx.AsyncClient) -> str:
         """Something that is refused with 400, whatever else goes on."""
         _, body = self._request()
-        too_long = [{"role": "user", "content": "one two three " * CACHE_TOKENS}]
+        # More characters than the cache's tokens could hold, so it is refused without a look at the queue.
+        too_long = [{"role": "user", "content": "one two three " * 40 * CACHE_TOKENS}]
         mistakes: list[bytes] = [
             b"{",
             b"",

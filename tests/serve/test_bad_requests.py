@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -361,10 +362,10 @@ def test_other_content_types_are_refused(http: httpx.Client, path: str, kind: st
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION, HEADS])
 def test_a_body_too_large_is_refused(
-    http: httpx.Client, bystander: None, path: str, monkeypatch: pytest.MonkeyPatch
+    server: Server, http: httpx.Client, bystander: None, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("selfspec.serve.app.MAX_BODY_BYTES", 1000)
+        patch.setattr(server.service, "_limits", replace(server.service.limits, max_body_bytes=1000))
         for content in (b" " * 2000, iter([b" " * 600] * 2)):
             answer = http.post(path, content=content, headers=JSON_TYPE)
             assert answer.status_code == 413 and "send less" in error_of(answer)["message"]

@@ -59,7 +59,7 @@ def address(process: subprocess.Popen[str]) -> str:
 
 
 def test_sigterm_lets_running_answers_end(serve: Callable[..., subprocess.Popen[str]], tiny_target_dir: Path) -> None:
-    process = serve("--drafter", "none", "--drafter", "ngram", "--served-name", "mine")
+    process = serve("--drafter", "none", "--drafter", "ngram", "--served-name", "mine", "--log-level", "warning")
     url = address(process)
     body = {**ENDLESS, "model": "mine", "max_tokens": 500, "drafter": "ngram"}
     with httpx.Client(timeout=60) as client, client.stream("POST", f"{url}/chat/completions", json=body) as answer:
@@ -71,6 +71,18 @@ def test_sigterm_lets_running_answers_end(serve: Callable[..., subprocess.Popen[
     assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (0, "", "")
+
+
+def test_requests_and_the_end_are_logged(serve: Callable[..., subprocess.Popen[str]]) -> None:
+    process = serve("--served-name", "mine")
+    url = address(process)
+    body = {"model": "mine", "prompt": "the cat", "max_tokens": 2, "ignore_eos": True}
+    assert httpx.post(f"{url}/completions", json=body, timeout=60).status_code == 200
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    request, end = err.splitlines()
+    assert " INFO POST /v1/completions 200 in " in request and "+2 tokens, req-" in request
+    assert end.endswith(" INFO SIGTERM: waiting for the running answers")
 
 
 def test_time_for_running_answers_ends(serve: Callable[..., subprocess.Popen[str]]) -> None:
@@ -97,6 +109,9 @@ def test_time_for_running_answers_ends(serve: Callable[..., subprocess.Popen[str
         (["--drain-seconds", "-1"], "drain_seconds=-1.0 is not allowed"),
         (["--capture", "log", "--capture-share", "2"], "share=2.0 is not allowed"),
         (["--api-key", " "], "an api_key is empty"),
+        (["--allowed-host", " "], "an allowed_host is empty"),
+        (["--log-level", "loud"], "log_level='loud' is not allowed: use debug, info, warning, error"),
+        (["--max-body-megabytes", "0"], "max_body_megabytes=0 is not allowed"),
         (["--host", "203.0.113.1", "--api-key", "key"], "cannot listen on 203.0.113.1:0 ("),
     ],
 )
@@ -117,7 +132,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 
 def test_an_open_door_is_pointed_out(serve: Callable[..., subprocess.Popen[str]]) -> None:
-    process = serve("--host", "0.0.0.0")
+    process = serve("--host", "0.0.0.0", "--log-level", "warning")
     address(process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=30)
