@@ -252,7 +252,7 @@ class DraftHead(nn.Module):
             PermissionError: this user may not read the files.
         """
         directory = find_head(source, revision)
-        record = read_config(directory)
+        record = read_config(directory, source)
         if record["head_type"] != cls.config_class.head_type:
             raise ValueError(f"{source} is a head of type {record['head_type']}, not {cls.config_class.head_type}")
         try:
@@ -327,16 +327,21 @@ def find_head(
         ) from error
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """Read a head's config.json, which must be an object with a `head_type`."""
-    path = directory / CONFIG_NAME
+def read_config(directory: Path, source: str | Path | None = None) -> dict[str, Any]:
+    """Read a head's config.json, which must be an object with a `head_type`.
+
+    Args:
+        source: how messages name the head; by its directory if None.
+    """
+    source = source or directory
     try:
-        record = json.loads(path.read_text())
+        record = json.loads((directory / CONFIG_NAME).read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{directory} holds no head, because {CONFIG_NAME} cannot be read ({error})") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{source} holds no head, because {CONFIG_NAME} cannot be read ({reason})") from error
     if not isinstance(record, dict) or "head_type" not in record:
         raise ValueError(
-            f"{directory} holds no selfspec head, because {CONFIG_NAME} has no head_type: `selfspec import` reads other "
+            f"{source} holds no selfspec head, because {CONFIG_NAME} has no head_type: `selfspec import` reads other "
             "projects' heads"
         )
     return record

@@ -1,4 +1,4 @@
-"""What the commands show: results on stdout; progress on stderr, and only in a terminal."""
+"""What the commands show: results on stdout; progress on stderr, and without a terminal only that of slow commands."""
 
 import contextlib
 import math
@@ -26,10 +26,10 @@ STATE_STYLES = {"ok": "green", "note": "yellow", "missing": "red"}
 
 
 @contextlib.contextmanager
-def stage(message: str) -> Iterator[Callable[[str], None]]:
-    """A spinner and one line of text, which the yielded function replaces."""
+def stage(message: str, *, is_slow: bool = False) -> Iterator[Callable[[str], None]]:
+    """A spinner and one line of text, which the yielded function replaces. Without a terminal, a line each if it is slow."""
     if not stderr.is_terminal:
-        yield lambda _: None
+        yield (lambda line: stderr.print(line, markup=False, soft_wrap=True)) if is_slow else lambda _: None
         return
     with stderr.status(message) as status:
         yield status.update

@@ -129,15 +129,18 @@ def verify_head(
     if target.adapter is not None:
         adapters = {None: "served without the adapter", target.adapter: "served with it"}
     reports: dict[str | None, HeadReport] = {}
-    with display.stage(f"verifying {head}"):
+    with display.stage(f"verifying {head}", is_slow=True) as show_stage:
         stored = load_as_stored(head)
         for adapter in adapters:
             model = load_quietly(replace(target, adapter=adapter))
             prompts = [_prompt(row, model) for row in rows]
-            reports[adapter] = verify_head(stored, model, prompts, max_new_tokens=max_new_tokens)
+            reports[adapter] = verify_head(stored, model, prompts, max_new_tokens=max_new_tokens, report=show_stage)
     for adapter, name in adapters.items():
         serving = reports[adapter].serving
-        rates = " ".join(f"{rate:.0%}" for rate in serving.rates)
+        # No draft gets to a depth if none before it is accepted.
+        rates = " ".join(
+            f"{rate:.0%}" if count else "none" for rate, count in zip(serving.rates, serving.drafted, strict=True)
+        )
         typer.echo(
             f"{name}: {serving.acceptance_length:.2f} tokens per target pass; accepted of the drafts at each depth: {rates}"
         )

@@ -24,7 +24,7 @@ def identity(target: Target) -> TargetIdentity:
     adapter: dict[str, str] = {}
     if target.adapter is not None:
         adapter = {"adapter": Path(target.adapter).name, "adapter_hash": adapter_hash(target.adapter)}
-    return TargetIdentity.of(target.model, target.tokenizer, name=Path(target.name).name, **adapter)
+    return TargetIdentity.of(target.model, target.tokenizer, name=target.label, **adapter)
 
 
 def load_head(source: str | Path | None, target: Target, *, drafter: str, revision: str | None = None) -> DraftHead:
@@ -37,11 +37,11 @@ def load_head(source: str | Path | None, target: Target, *, drafter: str, revisi
         ValueError: there is no head, or it is damaged, of another kind or for another target; the sentence says which.
     """
     directory = find_head(source or shipped_head(drafter, target), revision)
-    head_type = read_config(directory)["head_type"]
+    head_type = read_config(directory, source)["head_type"]
     allowed = KINDS[drafter].head_types
     if head_type not in allowed:
         raise ValueError(f"{source} is a {head_type} head, and drafter {drafter} serves {' and '.join(allowed)} heads")
-    head = HEADS[head_type].from_pretrained(directory, dtype=target.dtype)
+    head = HEADS[head_type].from_pretrained(source or directory, revision=revision, dtype=target.dtype)
     head.config.target.check(identity(target))
     for doubt in _doubts(head.config, target):
         logger.warning("head %s: %s", directory.name, doubt)
@@ -98,4 +98,4 @@ def shipped_head(drafter: str, target: Target) -> Path:
             continue
         logger.info("drafter %s: the shipped head %s/%s", drafter, directory.parent.name, directory.name)
         return directory
-    raise ValueError(f"no shipped {drafter} head fits {target.name}: name one as {drafter}:PATH_OR_HUB_ID, or train one")
+    raise ValueError(f"no shipped {drafter} head fits {target.label}: name one as {drafter}:PATH_OR_HUB_ID, or train one")

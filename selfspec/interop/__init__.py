@@ -19,7 +19,8 @@ from selfspec.heads.medusa import MedusaHead
 from selfspec.interop.draft_model import check_draft_model, is_draft_model, write_draft_model
 from selfspec.interop.eagle1 import is_eagle1, read_eagle1, write_eagle1
 from selfspec.interop.eagle3 import Conventions, is_eagle3, read_eagle3, write_eagle3
-from selfspec.interop.files import Export, read_checkpoint
+from selfspec.interop.files import Export, listed, read_checkpoint
+from selfspec.interop.kinds import check_kind
 from selfspec.interop.medusa import is_medusa, read_medusa, write_medusa
 from selfspec.model.target import Target
 
@@ -44,6 +45,7 @@ def import_head(
     checkpoint, ours = read_checkpoint(source, revision), identity(target)
     if "head_type" in checkpoint.config:
         raise checkpoint.refuse("this is a selfspec head already: name it as the drafter")
+    check_kind(checkpoint)
     if is_medusa(checkpoint):
         return read_medusa(checkpoint, target, ours)
     if is_eagle3(checkpoint):
@@ -73,7 +75,8 @@ def export_head(source: str, target: Target, engine: str, directory: Path) -> li
         return write_draft_model(head, target, engine, directory)
     formats, write = WRITERS.get(type(head), ((), None))
     if write is None or engine not in formats:
-        raise ValueError(f"{engine} has no {head.config.head_type} heads: choose another format or serve it with selfspec")
+        where = f": export to {listed(formats, 'or')}, or" if formats else ", nor has any other format:"
+        raise ValueError(f"{engine} has no {head.config.head_type} heads{where} serve it with selfspec")
     export = write(head, target, engine, str(directory))
     export.save(directory)
     return export.commands
@@ -82,4 +85,4 @@ def export_head(source: str, target: Target, engine: str, directory: Path) -> li
 def load_as_stored(source: str) -> DraftHead:
     """Load a selfspec head in the dtype of its file."""
     directory = find_head(source)
-    return HEADS[read_config(directory)["head_type"]].from_pretrained(directory)
+    return HEADS[read_config(directory, source)["head_type"]].from_pretrained(source)

@@ -47,11 +47,9 @@ def is_eagle3(checkpoint: Checkpoint) -> bool:
 def read_eagle3(checkpoint: Checkpoint, target: Target, identity: TargetIdentity, conventions: Conventions) -> EagleHead:
     """Read the head in a checkpoint of any EAGLE-3 dialect."""
     config = checkpoint.config
-    kind = config.get("speculators_model_type")
-    if kind not in (None, "eagle3"):
-        raise checkpoint.refuse(f"speculators_model_type is {kind!r}, and selfspec reads eagle3")
-    dialect = "speculators" if kind else "vllm" if config.get("eagle_aux_hidden_state_layer_ids") else "sglang"
-    layer_config = {**config, **config.get("transformer_layer_config", {})} if kind else config
+    is_wrapped = bool(config.get("speculators_model_type"))
+    dialect = "speculators" if is_wrapped else "vllm" if config.get("eagle_aux_hidden_state_layer_ids") else "sglang"
+    layer_config = {**config, **config.get("transformer_layer_config", {})} if is_wrapped else config
     checkpoint = without_zero_biases(checkpoint.renamed(ALIASES))
     state = checkpoint.tensors
     shape = read_layer(layer_config, LAYER, checkpoint, identity)
@@ -148,7 +146,13 @@ def _features(checkpoint: Checkpoint, dialect: str, target: TargetIdentity) -> t
     ids = ids or (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     if ids:
         return dialects.features_of(ids, EAGLE3[dialect], target.model_type, target.num_layers)
-    return dialects.default_features(target.num_layers)
+    features = dialects.default_features(target.num_layers)
+    if min(features) < 0 or list(features) != sorted(set(features)):
+        raise checkpoint.refuse(
+            f"the config does not name the layers whose hidden states are fused, and the usual ones, {features}, are not "
+            f"three layers of {target.name}, which has {target.num_layers}: pass --feature-layers"
+        )
+    return features
 
 
 def _norm_before_residual(checkpoint: Checkpoint, dialect: str, conventions: Conventions) -> bool:

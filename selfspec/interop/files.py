@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ def read_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         raise ValueError(f"{source}: {CONFIG_NAME} holds no JSON object: fetch the checkpoint again")
     tensors: dict[str, torch.Tensor] = {}
     for path in _weight_files(directory, source):
-        for name, value in _load(path).items():
+        for name, value in _load(path, source).items():
             if name in tensors:
                 raise ValueError(f"{source}: {name} is in {path.name} and in another file: remove one of them")
             tensors[name] = value
@@ -107,8 +107,7 @@ def check_tensors(source: str, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise a ValueError that names the damaged tensors: those that cannot result from training."""
     damaged = [f"{name} {damage}" for name, value in tensors.items() if (damage := _damage(name, value))]
     if damaged:
-        more = f", and {len(damaged) - 3} more are damaged" if len(damaged) > 3 else ""
-        raise ValueError(f"{source}: {'; '.join(damaged[:3])}{more}: fetch or export the checkpoint again")
+        raise ValueError(f"{source}: {'; '.join(first(damaged))}: fetch or export the checkpoint again")
 
 
 def rename(name: str, aliases: Mapping[str, str]) -> str:
@@ -121,7 +120,7 @@ def fill(head: DraftHead, state: Mapping[str, torch.Tensor], checkpoint: Checkpo
     """Put the tensors, by our names, into the head. Each keeps its dtype.
 
     Raises:
-        ValueError: tensors are missing, left over or of another shape; the message names all of them.
+        ValueError: tensors are missing, left over or of another shape; the message names the first few.
     """
     own = head.state_dict()
     faults = [f"{name} is missing" for name in own if name not in state]
@@ -130,7 +129,7 @@ def fill(head: DraftHead, state: Mapping[str, torch.Tensor], checkpoint: Checkpo
         if name in state and state[name].shape != value.shape:
             faults.append(f"{name} is {list(state[name].shape)} and should be {list(value.shape)}")
     if faults:
-        raise checkpoint.refuse("; ".join(faults))
+        raise checkpoint.refuse("; ".join(first(faults)))
     head.load_state_dict(dict(state), assign=True)
     return head.eval().requires_grad_(False)
 
@@ -153,12 +152,12 @@ def _weight_files(directory: Path, source: str) -> list[Path]:
     raise ValueError(f"{source}: there are no weights: no {listed([*SAFE, *PICKLES])}")
 
 
-def _load(path: Path) -> dict[str, torch.Tensor]:
+def _load(path: Path, source: str) -> dict[str, torch.Tensor]:
     if path.suffix == ".safetensors":
         try:
             return load_file(path)
         except SafetensorError as error:
-            raise ValueError(f"{path}: the file is damaged ({error}): fetch it again") from error
+            raise ValueError(f"{source}: {path.name}: the file is damaged ({error}): fetch it again") from error
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "model.safetensors"
         command = [sys.executable, "-I", str(UNPICKLE), str(path.resolve()), str(output)]
@@ -166,7 +165,8 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
         if result.returncode:
             reason = (result.stderr.strip().splitlines() or ["the process died"])[-1]
             raise ValueError(
-                f"{path}: this pickle could not be read as weights alone ({reason}): fetch a checkpoint in safetensors"
+                f"{source}: {path.name}: this pickle could not be read as weights alone ({reason}): fetch a checkpoint in "
+                "safetensors"
             )
         # Copy the tensors, because the folder is deleted.
         return {name: value.clone() for name, value in load_file(output).items()}
@@ -196,7 +196,12 @@ def _uninitialised(magnitude: torch.Tensor) -> str | None:
     return None
 
 
-def listed(values: Iterable[str]) -> str:
+def first(faults: Sequence[str], most: int = 3) -> list[str]:
+    """The first few faults, and how many more there are."""
+    return [*faults[:most], *([f"and {len(faults) - most} more"] if len(faults) > most else [])]
+
+
+def listed(values: Iterable[str], word: str = "and") -> str:
     """Join the values as `a, b and c`."""
-    *first, last = values
-    return f"{', '.join(first)} and {last}" if first else last
+    *others, last = values
+    return f"{', '.join(others)} {word} {last}" if others else last

@@ -19,7 +19,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, 1.0),
     "use_sliding_window": (False,),
     "quantization_config": (),
-    "parallel_drafting": (False,),
     "pard_token": (),
     "logit_scale": (1, 1.0),
     "add_para_norm": (False,),

@@ -12,6 +12,7 @@ text-generation-inference (TGI):
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
 from typing import Any
@@ -24,6 +25,8 @@ from selfspec.interop.commands import serve_command
 from selfspec.interop.files import Checkpoint, Export, fill, is_same_weight, rename
 from selfspec.model.target import Target
 
+logger = logging.getLogger(__name__)
+
 WEIGHTS_NAME = "medusa_lm_head.safetensors"
 
 # Patterns for the names of other tools, and our names. `HEAD.L.weight` is an output layer: blocks have `linear` in theirs.
@@ -34,6 +37,7 @@ ALIASES = {
     r"^(\d+)\.(\d+)\.linear\.": r"heads.\1.\2.linear.",
     r"^(\d+)\.\d+\.weight$": r"outputs.\1.weight",
 }
+HEAD_COUNTS = ("medusa_num_heads", "num_heads")
 BLOCK = re.compile(r"heads\.(\d+)\.(\d+)\.linear\.weight$")
 
 
@@ -48,15 +52,30 @@ def read_medusa(checkpoint: Checkpoint, target: Target, identity: TargetIdentity
         raise checkpoint.refuse(
             "it drafts a part of the vocabulary (token_map), but selfspec's Medusa heads draft all of it"
         )
+    if any("embed_tokens." in name for name in checkpoint.tensors):
+        raise checkpoint.refuse(
+            "it is a whole model that was trained together with its Medusa heads, which fit that model alone: save the "
+            "heads in a folder of their own, and name the model as their target"
+        )
     checkpoint = checkpoint.renamed(ALIASES)
     state = checkpoint.tensors
     places = [tuple(map(int, match.groups())) for name in state if (match := BLOCK.match(name))]
     num_heads, num_blocks = (1 + max(numbers) for numbers in zip(*places, strict=True))
-    counts = dict.fromkeys(("medusa_num_heads", "num_heads"), num_heads)
+    counts = dict.fromkeys(HEAD_COUNTS, num_heads)
     counts |= dict.fromkeys(("medusa_num_layers", "num_hidden_layers"), num_blocks)
     for key, count in counts.items():
-        if config.get(key, count) != count:
-            raise checkpoint.refuse(f"{key} is {config[key]} in the config, but there are the weights of {count}")
+        written = config.get(key, count)
+        if key in HEAD_COUNTS and isinstance(written, int) and written < count:
+            # The config of a well-known checkpoint counts too few, and its own code overrules it.
+            logger.warning(
+                "%s: %s is %s in the config, but there are the weights of %d, which are all read",
+                checkpoint.source,
+                key,
+                written,
+                count,
+            )
+        elif written != count:
+            raise checkpoint.refuse(f"{key} is {written} in the config, but there are the weights of {count}")
     if not config.get("medusa_fc_bias") and not any(name.endswith(".bias") for name in state):
         # By default vLLM's own heads have no biases.
         for i, j in places:

@@ -4,6 +4,7 @@ The weights-only unpickler builds only tensors. The process is a second barrier:
 serves no one. Nothing here imports selfspec.
 """
 
+import pickle
 import sys
 
 import torch
@@ -11,7 +12,11 @@ from safetensors.torch import save_file
 
 
 def main(source: str, output: str) -> None:
-    state = torch.load(source, map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(source, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        # torch's own words go on for ten lines, and advise to run what is in it.
+        sys.exit("it holds objects that are no tensors")
     state = state.get("state_dict", state) if isinstance(state, dict) else state
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         sys.exit("it holds something other than named tensors")

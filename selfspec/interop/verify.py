@@ -9,11 +9,10 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 
 from selfspec.api import Prompt, encode
 from selfspec.config import SamplingParams
@@ -40,7 +39,7 @@ class Serving:
     """The result of decoding with the head.
 
     Attributes:
-        drafted: for each depth, how often there was a draft after accepted drafts only.
+        drafted: for each depth that the head drafts, how often there was a draft after accepted drafts only.
         accepted: for each depth, how often that draft was accepted.
         acceptance_length: tokens emitted per target pass, the bonus token included.
         chance: the share of the answers' most frequent token; a head that always drafts it has this acceptance rate.
@@ -61,7 +60,7 @@ class Reading:
     """The drafts of the head, read with some conventions, at every token of the answers.
 
     Attributes:
-        hits: [R, DEPTH] whether the draft of each depth is the answer's token, given the answer's tokens before it.
+        hits: [R, D] whether the draft of each of D depths is the answer's token, given the answer's tokens before it.
     """
 
     name: str
@@ -93,8 +92,18 @@ class HeadReport:
     problem: str | None
 
 
-def verify_head(head: DraftHead, target: Target, prompts: Sequence[Prompt], *, max_new_tokens: int = 64) -> HeadReport:
+def verify_head(
+    head: DraftHead,
+    target: Target,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int = 64,
+    report: Callable[[str], None] = lambda _: None,
+) -> HeadReport:
     """Check a head against its target, then let it draft the target's greedy answers to some prompts.
+
+    Args:
+        report: called with a few words whenever a part of the work begins.
 
     Raises:
         ValueError: the head was trained for another target, or a weight is damaged.
@@ -103,6 +112,7 @@ def verify_head(head: DraftHead, target: Target, prompts: Sequence[Prompt], *, m
     check_tensors(f"the {head.config.head_type} head", head.state_dict())
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     prompt_ids = [encode(target, prompt, i) for i, prompt in enumerate(prompts)]
+    report(f"drafting the answers to {len(prompts)} prompts")
     serving, answers = serving_of(head, target, prompt_ids, sampling)
     heads = {AS_IT_IS: copy.deepcopy(head).to(target.device, target.dtype)}
     heads |= misreadings(heads[AS_IT_IS])
@@ -110,7 +120,9 @@ def verify_head(head: DraftHead, target: Target, prompts: Sequence[Prompt], *, m
     if len(heads) > 1:
         features = sorted({k for each in heads.values() for k in each.features})
         texts = [Text.of(*text, features, target) for text in zip(prompt_ids, answers, strict=True)]
-        readings = [Reading(name, hits(each, target, texts)) for name, each in heads.items()]
+        for i, (name, each) in enumerate(heads.items(), start=1):
+            report(f"reading the head in {len(heads)} ways: {i}, {name}")
+            readings.append(Reading(name, hits(each, target, texts)))
     return HeadReport(serving, readings, _problem(serving, readings))
 
 
@@ -122,7 +134,8 @@ def serving_of(
     drafter = drafter_of(copy.deepcopy(head), target, width=1, num_nodes=DEPTH + 1, num_draft_tokens=DEPTH)
     requests = [Request(prompt, sampling, index) for index, prompt in enumerate(prompts)]
     answers: list[list[int]] = [[] for _ in prompts]
-    drafted, accepted, num_passes = [0] * DEPTH, [0] * DEPTH, 0
+    depths = num_depths(head)
+    drafted, accepted, num_passes = [0] * depths, [0] * depths, 0
     planner = Planner(is_active=False)
     for step in decode(target, requests, drafter=drafter, max_batch=len(prompts), planner=planner):
         reached = torch.stack([step.tree.depths.amax(1), step.acceptance.num_accepted], dim=1).tolist()
@@ -160,25 +173,30 @@ class Text:
         return cls(ids, positions, roots, target.hidden_states(ids, positions, features))
 
 
+def num_depths(head: DraftHead) -> int:
+    """How many of the depths that are checked the head drafts."""
+    return min(DEPTH, head.config.num_heads) if isinstance(head, MedusaHead) else DEPTH
+
+
 @torch.inference_mode()
 def hits(head: DraftHead, target: Target, texts: Sequence[Text]) -> torch.Tensor:
-    """[R, DEPTH] whether the head's drafts are the texts' tokens, for every root in all texts."""
+    """[R, D] whether the head's drafts are the texts' tokens, for every root in all texts."""
     rows = []
     for text in texts:
         drafts = _drafts(head, target, text)
         wanted = text.ids[0, text.roots[:, None] + 1 + torch.arange(drafts.shape[1], device=target.device)]
-        rows.append(F.pad(drafts == wanted, (0, DEPTH - drafts.shape[1])))
+        rows.append(drafts == wanted)
     return torch.cat(rows).cpu()
 
 
 def _drafts(head: DraftHead, target: Target, text: Text) -> torch.Tensor:
-    """[R, DEPTH or the head's own depth] tokens drafted from each root, at each depth after the text's own tokens."""
+    """[R, D] tokens drafted from each root, at each depth after the text's own tokens."""
     embed, lm_head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
     features = [text.states[k] for k in head.features]
     # A draft from a root reads the feature of the token before the root.
     before = text.roots - 1
     if isinstance(head, MedusaHead):
-        logits = head(features[0][0, before], embed(text.ids[0, text.roots]), lm_head, min(DEPTH, head.config.num_heads))
+        logits = head(features[0][0, before], embed(text.ids[0, text.roots]), lm_head, num_depths(head))
         return logits.argmax(-1)
     if not isinstance(head, EagleHead | Eagle1Head):
         raise ValueError(f"{head.config.head_type} heads cannot be verified: Medusa and EAGLE heads can")

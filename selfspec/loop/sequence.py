@@ -57,7 +57,7 @@ def check_prompt(target: Target, prompt_ids: Sequence_[int], *, name: str = "the
     # Before anything that looks at every token.
     if len(prompt_ids) >= target.context_length:
         raise PromptTooLong(
-            f"{name} has {len(prompt_ids)} tokens, and {target.short_name} takes {target.context_length} with its answer: "
+            f"{name} has {len(prompt_ids)} tokens, and {target.label} takes {target.context_length} with its answer: "
             "shorten the prompt"
         )
     # Usually all are plain integers, which a set of their types tells fastest.
@@ -94,7 +94,7 @@ def _check_known(target: Target, name: str, token_ids: Collection[int]) -> None:
     known = target.config.vocab_size
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < known:
         unknown = next(token for token in token_ids if not 0 <= token < known)
-        raise ValueError(f"{name} has token id {unknown}: {target.short_name} knows ids 0 to {known - 1}")
+        raise ValueError(f"{name} has token id {unknown}: {target.label} knows ids 0 to {known - 1}")
 
 
 def check_request(target: Target, request: Request, *, cache_tokens: int | None = None) -> None:

@@ -46,6 +46,7 @@ class TreePass:
     normed: NormedRows | None = None
     shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     options: dict[int, AttentionOptions] = field(default_factory=dict)
+    num_calls: int = 0
 
 
 class TextPass:
@@ -101,6 +102,7 @@ def _attention(
         raise ValueError(f"{module.config.model_type} adds a position bias to its attention, which selfspec does not serve")
     if tree_pass is None or tree_pass.cache is None:
         if tree_pass is not None:
+            tree_pass.num_calls += 1
             tree_pass.shapes[module.layer_idx] = (key.shape[1], key.shape[3], value.shape[3])
             tree_pass.options[module.layer_idx] = AttentionOptions(scaling, sliding_window, softcap, s_aux)
             attention_mask = None

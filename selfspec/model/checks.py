@@ -70,10 +70,7 @@ def adopt(target: Target) -> tuple[KVShape, int]:
     probe = _probe(target, tokens)
     shapes = set(probe.shapes.values())
     if sorted(probe.shapes) != list(range(num_layers)):
-        raise ValueError(
-            f"{kind} routes {len(probe.shapes)} of {num_layers} layers through the attention interface, "
-            "so it cannot be served"
-        )
+        raise ValueError(f"{kind} {_odd_layers(probe, num_layers)}, so it cannot be served")
     if len(shapes) != 1:
         raise ValueError(f"{kind} has key-value states of several shapes ({sorted(shapes)}), which selfspec does not serve")
     target.kv_shape = KVShape(num_layers, *shapes.pop())
@@ -102,6 +99,16 @@ def adopt(target: Target) -> tuple[KVShape, int]:
             undo()
             logger.warning("%s: fused layers give other logits (relative gap %.2g), so its own layers run", kind, gap)
     return target.kv_shape, plain.shape[-1]
+
+
+def _odd_layers(probe: TreePass, num_layers: int) -> str:
+    """What is odd about a model whose attention was not called once for each layer that its configuration counts."""
+    num_seen = len(probe.shapes)
+    if probe.num_calls > num_seen > 0:
+        return f"attends {probe.num_calls} times for each token in {num_seen} layers, which it runs again and again"
+    if num_seen > num_layers:
+        return f"has {num_seen} layers of attention, although its configuration counts {num_layers}"
+    return f"routes {num_seen} of {num_layers} layers through the attention interface"
 
 
 def _check_windows(target: Target, probe: TreePass) -> None:

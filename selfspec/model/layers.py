@@ -96,10 +96,18 @@ def with_layers(
 
     Args:
         like: for each of `layers`, the index of the model's layer with the same type (full or sliding attention).
+
+    Raises:
+        ValueError: the model cannot run with another number of layers.
     """
     path, _ = decoder_layers(model)
     config = copy.deepcopy(model.config)
     text_config = config.get_text_config()
+    if getattr(text_config, "hidden_size_per_layer_input", 0) and len(layers) != text_config.num_hidden_layers:
+        raise ValueError(
+            f"{config.model_type} computes an input for each of its {text_config.num_hidden_layers} layers at once, so "
+            "fewer of them cannot run alone: use another drafter"
+        )
     types = getattr(text_config, "layer_types", None)
     text_config.num_hidden_layers = len(layers)
     if types:

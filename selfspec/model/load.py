@@ -14,6 +14,7 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from selfspec.failures import first_line
 from selfspec.files import check_readable
@@ -29,6 +30,11 @@ QUANTIZED: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8": ("Float8WeightOnlyConfig", {}),
     "int4": ("Int4WeightOnlyConfig", {"group_size": 128, "int4_packing_format": "tile_packed_to_4d"}),
 }
+# A pickle (`pytorch_model.bin`) can run code while it is read.
+NO_SAFETENSORS = (
+    "there are no weights in safetensors, the one format that is read: load a pickled model that you trust with "
+    "transformers' AutoModelForCausalLM and AutoTokenizer, and save both into a new folder with save_pretrained"
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -102,11 +108,13 @@ def load_model(
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
         model, info = AutoModelForCausalLM.from_pretrained(
-            source, revision=revision, dtype=resolved_dtype, output_loading_info=True
+            source, revision=revision, dtype=resolved_dtype, output_loading_info=True, use_safetensors=True
         )
     except SafetensorError as error:
         raise ValueError(f"{source}: a weight file is damaged ({error}): download or copy the model again") from error
     except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+        if isinstance(error, OSError) and SAFE_WEIGHTS_NAME in str(error):
+            raise ValueError(f"{source}: {NO_SAFETENSORS}") from error
         raise ValueError(f"{source}: cannot load the model: {first_line(error)}") from error
     missing = sorted(info["missing_keys"])
     if missing:

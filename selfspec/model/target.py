@@ -118,8 +118,8 @@ class Target:
         return cls(model, tokenizer, name=str(source), adapter=None if adapter is None else str(adapter))
 
     @property
-    def short_name(self) -> str:
-        """The last part of the name: what errors show to people whom this machine's folders do not concern."""
+    def label(self) -> str:
+        """Its name for messages: without the folders above it, which are no business of a server's clients."""
         return Path(self.name).name or self.name
 
     @property
@@ -222,7 +222,7 @@ class Target:
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt).input_ids)
         if not self.tokenizer.chat_template:
-            raise ValueError(f"{self.short_name} has no chat template: pass the prompt as raw text")
+            raise ValueError(f"{self.label} has no chat template: pass the prompt as raw text")
         arguments = {**self.chat_template_kwargs, **(chat_template_kwargs or {})}
         settings = {**arguments, "tools": tools, "add_generation_prompt": True, "return_dict": True}
         if literal is not None and literal.concerns(prompt, tools, arguments):
@@ -325,7 +325,7 @@ class Target:
     def truncated(self, num_layers: int) -> Target:
         """A target with this one's first `num_layers` layers, final norm and LM head; every weight is shared."""
         if not 1 <= num_layers < self.num_layers:
-            raise ValueError(f"truncated:{num_layers} is out of range: {self.name} has {self.num_layers} layers")
+            raise ValueError(f"truncated:{num_layers} is out of range: {self.label} has {self.num_layers} layers")
         layers = list(decoder_layers(self.model)[1])[:num_layers]
         model = with_layers(self.model, layers, range(num_layers))
         return Target(model, self.tokenizer, name=f"{self.name}[:{num_layers}]")
@@ -381,7 +381,7 @@ class Target:
                 )
                 handles.append(layers[name].register_forward_pre_hook(hook, with_kwargs=True))
             else:
-                raise ValueError(f"feature {name} does not exist: {self.name} has hidden states 0 to {len(layers)}")
+                raise ValueError(f"feature {name} does not exist: {self.label} has hidden states 0 to {len(layers)}")
         try:
             yield taken
         finally:

@@ -176,7 +176,7 @@ def _model(service: Service) -> dict[str, Any]:
         "created": int(service.started),
         "owned_by": "selfspec",
         # A folder's path is this machine's own affair.
-        "root": target.short_name if Path(target.name).exists() else target.name,
+        "root": target.label if Path(target.name).exists() else target.name,
         "max_model_len": target.context_length,
     }
 

@@ -314,6 +314,13 @@ MEDUSA_FILES: dict[str, tuple[str, str | None, bool, dict[str, Any], str]] = {
         {"medusa_num_heads": 3, "medusa_num_layers": 2},
         "medusa_lm_head.pt",
     ),
+    "original-1-counted-wrongly": (
+        "{i}.{j}.linear.",
+        "{i}.2.weight",
+        True,
+        {"medusa_num_heads": 2, "medusa_num_layers": 2, "base_model_name_or_path": "org/model"},
+        "medusa_lm_head.pt",
+    ),
     "original-2": ("{i}.{j}.linear.", None, True, {"medusa_num_heads": 3, "version": "2"}, "medusa_lm_head.pt"),
     "prefixed": ("medusa_heads.{i}.{j}.linear.", "medusa_heads.{i}.2.weight", True, {}, "model.safetensors"),
     "vllm": (
@@ -353,3 +360,15 @@ def test_medusa(dialect: str, target: Target, tmp_path: Path) -> None:
     embed = target.model.get_input_embeddings()
     got = head(states, embed(IDS), target.model.get_output_embeddings(), 3)[0]
     torch.testing.assert_close(got.detach(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_weights_count_the_heads(target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The first published Medusa checkpoint has five heads, and a config that says two."""
+    tensors: Tensors = {f"{i}.0.linear.weight": weight(E, E, seed=i) for i in range(5)}
+    tensors |= {f"{i}.0.linear.bias": weight(E, seed=i) for i in range(5)}
+    tensors |= {f"{i}.1.weight": weight(V, E, seed=i) for i in range(5)}
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
+    head = import_head(write(tmp_path / "c", config, tensors, "medusa_lm_head.pt"), target)
+    assert isinstance(head, MedusaHead) and (head.config.num_heads, head.config.has_output_layer) == (5, True)
+    [record] = caplog.records
+    assert "medusa_num_heads is 2 in the config, but there are the weights of 5, which are all read" in record.getMessage()

@@ -43,6 +43,11 @@ def test_export_import_verify(head: Path, tiny_target_dir: Path, tmp_path: Path)
     result = run("verify-head", tmp_path / "again", *target, "--num-prompts", 4, "--max-new-tokens", 24)
     assert result.exit_code == 1
     assert "as it is" in result.output and "heads one position on" in result.output
+    # One rate for each of the two heads, and progress without a terminal.
+    [served] = [line for line in result.output.splitlines() if line.startswith("served: ")]
+    assert len(served.rpartition(": ")[2].split()) == 2
+    assert "drafting the answers to 4 prompts" in result.stderr
+    assert "reading the head in 2 ways: 1, as it is" in result.stderr
     assert "selfspec: position 1 has " in result.output
 
 

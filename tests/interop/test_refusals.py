@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from support import tiny_target
 
 from selfspec import Target
+from selfspec.drafters.shipped import identity
 from selfspec.heads.eagle import EagleHead
 from selfspec.heads.medusa import MedusaHead
-from selfspec.interop import export_head, import_head
+from selfspec.interop import Conventions, export_head, import_head
 
 Tensors = dict[str, torch.Tensor]
 
@@ -135,8 +137,9 @@ def test_a_pickle_is_read_as_weights_alone(eagle_folder: Path, target: Target, t
     torch.save(Attack(), eagle_folder / "training_args.bin")
     assert isinstance(import_head(str(eagle_folder), target), EagleHead)
     torch.save({**state, "extra": Attack()}, eagle_folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin: this pickle could not be read as weights alone"):
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin: this pickle could not be read as weights alone") as caught:
         import_head(str(eagle_folder), target)
+    assert str(caught.value).endswith("(it holds objects that are no tensors): fetch a checkpoint in safetensors")
     torch.save({"step": 3, **state}, eagle_folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match="it holds something other than named tensors"):
         import_head(str(eagle_folder), target)
@@ -173,6 +176,26 @@ def test_medusa_refusals(make_medusa: Callable[..., MedusaHead], target: Target,
         with pytest.raises(ValueError, match=reason):
             import_head(str(tmp_path / "c"), target)
         (tmp_path / "c" / "config.json").write_text(json.dumps(record))
+
+
+def test_a_config_without_layers_is_told_where_the_usual_ones_are_not_three(
+    make_eagle: Callable[..., EagleHead], tmp_path: Path
+) -> None:
+    """On a target of six layers two of them are one; which layers the head was trained on, only the caller can say."""
+    small = tiny_target("llama", num_hidden_layers=6, layer_types=None)
+    EagleHead(replace(make_eagle().config, target=identity(small))).save_pretrained(tmp_path / "head")
+    export_head(str(tmp_path / "head"), small, "vllm", tmp_path / "c")
+    change(tmp_path / "c", eagle_aux_hidden_state_layer_ids=None)
+    with pytest.raises(ValueError, match=r"the usual ones, \(2, 3, 3\), are not three layers of llama.*: pass --feature"):
+        import_head(str(tmp_path / "c"), small)
+    head = import_head(str(tmp_path / "c"), small, Conventions(feature_layers=(2, 4, 5)))
+    assert isinstance(head, EagleHead) and head.config.feature_layers == (2, 4, 5)
+
+
+def test_many_faults_are_told_by_the_first_few(eagle_folder: Path, target: Target) -> None:
+    change(eagle_folder, {f"tower.{i}.weight": torch.randn(2, 2) for i in range(40)})
+    with pytest.raises(ValueError, match="; and 37 more$"):
+        import_head(str(eagle_folder), target)
 
 
 def test_folders_without_a_checkpoint(target: Target, tmp_path: Path) -> None:

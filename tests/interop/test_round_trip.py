@@ -184,10 +184,10 @@ def test_what_no_engine_has_is_refused_by_name(
         head.save_pretrained(tmp_path / name)
     for name, engine, reason in (
         ("root", "medusa", "medusa cannot express this head: it has_root_input"),
-        ("root", "sglang", "sglang has no medusa heads"),
-        ("early", "vllm", "vllm has no early_exit heads: choose another format or serve it with selfspec"),
+        ("root", "sglang", "sglang has no medusa heads: export to medusa or vllm, or serve it with selfspec"),
+        ("early", "vllm", "vllm has no early_exit heads, nor has any other format: serve it with selfspec"),
         ("draft", "speculators", "speculators has no draft models: export to vllm or sglang"),
-        ("eagle", "medusa", "medusa has no eagle heads"),
+        ("eagle", "medusa", "medusa has no eagle heads: export to vllm, sglang or speculators, or serve it with selfspec"),
         ("eagle1", "speculators", "speculators has no EAGLE-1 heads: export to vllm or sglang"),
         ("eagle", "tgi", "format 'tgi' is not known: use vllm, sglang, speculators, medusa"),
     ):

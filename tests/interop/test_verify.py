@@ -102,7 +102,10 @@ def test_medusa_heads_that_are_off_by_one_are_named(target: Target) -> None:
     """[H6] a head that begins with the LM head's own token is read one position too late."""
     torch.manual_seed(0)
     head = fitted(MedusaHead(MedusaConfig(target=identity(target), num_heads=3, has_output_layer=True)), target, 80)
-    assert verify_head(head, target, PROMPTS).problem is None
+    report = verify_head(head, target, PROMPTS)
+    assert report.problem is None
+    # Three heads have three depths, and the misread ones two: no rate of a head that is not there.
+    assert (len(report.serving.rates), [r.hits.shape[1] for r in report.readings]) == (3, [3, 2])
     late = copy.deepcopy(head)
     late.config = replace(head.config, num_heads=4)
     # As trained by a tool that counts the next token as the first head's.

@@ -142,6 +142,26 @@ def test_adapters_of_other_models_are_named_with_both_sides(
     assert "was made for gpt2, and does not fit" in refused(tiny_target_dir, unknown)
 
 
+def test_a_resized_vocabulary_is_told_as_one(tiny_target_dir: Path, tmp_path: Path) -> None:
+    """The adapter names the target rightly; what does not fit is the vocabulary that was resized for it."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_dir)
+    rows = model.config.vocab_size + 3
+    model.resize_token_embeddings(rows)
+    lora = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"], task_type="CAUSAL_LM"
+    )
+    peft.get_peft_model(model, lora).save_pretrained(tmp_path)
+    message = refused(tiny_target_dir, tmp_path)
+    assert f"was trained on a vocabulary of {rows} tokens, but {tiny_target_dir} has {rows - 3}" in message
+
+
+def test_a_pickled_adapter_is_not_opened(tiny_target_dir: Path, adapter: Path, tmp_path: Path) -> None:
+    pickled = changed(adapter, tmp_path / "pickled")
+    torch.save(load_file(adapter / WEIGHTS), pickled / "adapter_model.bin")
+    (pickled / WEIGHTS).unlink()
+    assert "it has no adapter_model.safetensors, the one file that is read" in refused(tiny_target_dir, pickled)
+
+
 def test_what_is_no_adapter_is_named(tiny_target_dir: Path, adapter: Path, tmp_path: Path) -> None:
     assert "adapter nowhere/at-all cannot be read" in refused(tiny_target_dir, "nowhere/at-all")
     assert "cannot be read" in refused(tiny_target_dir, tiny_target_dir)

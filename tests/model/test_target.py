@@ -167,6 +167,23 @@ def test_a_model_that_ignores_the_interface_is_refused() -> None:
         Target(model)
 
 
+def test_a_model_that_runs_its_layers_again_is_refused_in_words_of_its_own() -> None:
+    """As the Hierarchical Reasoning Model does: two passes over three layers, which its configuration counts as six."""
+    model = tiny_model("llama")
+    model.model.layers = torch.nn.ModuleList([*model.model.layers, *model.model.layers])
+    model.config.num_hidden_layers = 6
+    with pytest.raises(ValueError, match="llama attends 6 times for each token in 3 layers, which it runs again and again"):
+        Target(model)
+
+
+def test_a_model_of_more_layers_than_its_configuration_counts_is_refused_in_words_of_its_own() -> None:
+    """As a decoder of an encoder-decoder model whose encoder has fewer layers."""
+    model = tiny_model("opt")
+    model.config.num_hidden_layers = 2
+    with pytest.raises(ValueError, match="opt has 3 layers of attention, although its configuration counts 2"):
+        Target(model)
+
+
 def test_ragged_rows_get_the_logits_of_rows_alone() -> None:
     target = tiny_target("llama")
     cache = target.new_cache(block_size=4)

@@ -470,5 +470,5 @@ def test_no_answer_shows_a_folder_of_the_server(server: Server, http: httpx.Clie
         http.post(COMPLETION, json={**GOOD, "prompt": [9999]}),
         http.post(COMPLETION, json={**GOOD, "stop_token_ids": [9999]}),
     ]
-    assert target.short_name in answers[0].json()["data"][0]["root"]
+    assert target.label in answers[0].json()["data"][0]["root"]
     assert not any(str(target.name) in answer.text for answer in answers)
