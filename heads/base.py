@@ -63,17 +63,19 @@ class TargetIdentity:
     def of(cls, model: Any, tokenizer: Any, *, name: str, revision: str | None = None, **adapter: Any) -> TargetIdentity:
         """The identity of a transformers causal LM; `adapter` may set adapter and adapter_hash."""
         config = model.config.get_text_config()
-        embedding = model.get_input_embeddings().weight
+        # One after the other, because a layer that was laid out for decoding makes its plain weight anew.
+        vocab_size, embedding = _size_and_fingerprint(model.get_input_embeddings().weight)
+        _, lm_head = _size_and_fingerprint(model.get_output_embeddings().weight)
         return cls(
             name=name,
             revision=revision,
             model_type=config.model_type,
             hidden_size=config.hidden_size,
             num_layers=config.num_hidden_layers,
-            vocab_size=embedding.shape[0],
+            vocab_size=vocab_size,
             tokenizer="" if tokenizer is None else tokenizer_hash(tokenizer),
-            embedding=fingerprint(embedding),
-            lm_head=fingerprint(model.get_output_embeddings().weight),
+            embedding=embedding,
+            lm_head=lm_head,
             **adapter,
         )
 
@@ -113,6 +115,10 @@ def fingerprint(weight: torch.Tensor) -> tuple[float, ...]:
     flat = weight.detach().flatten()
     index = torch.linspace(0, len(flat) - 1, FINGERPRINT_SIZE, dtype=torch.float64).long()
     return tuple(float(f"{value:.3g}") for value in flat[index.to(flat.device)].float().tolist())
+
+
+def _size_and_fingerprint(weight: torch.Tensor) -> tuple[int, tuple[float, ...]]:
+    return len(weight), fingerprint(weight)
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

@@ -41,6 +41,9 @@ from selfspec.heads.base import DraftHead, HeadConfig
 # (queries [B, H, N, D], keys [B, G, N, D], values [B, G, N, D]) -> [B, N, H, D]. It also knows the keys of earlier entries.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
+# Rows [n, E] of an LM head's weight from their numbers [n].
+LookUp = Callable[[torch.Tensor], torch.Tensor]
+
 # Rotary scalings whose frequencies do not depend on the length of the text.
 ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
@@ -296,20 +299,26 @@ class EagleHead(DraftHead):
         """[draft_vocab_size] int64, the target id of every draft id."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
-    def output_layer(self, lm_head: Any) -> nn.Module:
+    def output_layer(self, lm_head: Any, look_up: LookUp | None = None) -> nn.Module:
         """The module that turns `normed` [..., E] into logits [..., draft_vocab_size].
 
         It is the head's own LM head, or a copy of the target's rows.
+
+        Args:
+            look_up: gives rows of the LM head's weight, where the caller need not make the whole weight for it.
         """
         if self.lm_head is not None:
             return self.lm_head
-        weight = lm_head.weight.detach()
-        rows = self.draft_ids.to(weight.device)
+        if look_up is None:
+            whole = lm_head.weight.detach()
+            weight = whole[self.draft_ids.to(whole.device)]
+        else:
+            weight = look_up(self.draft_ids)
         bias = getattr(lm_head, "bias", None)
-        layer = nn.Linear(weight.shape[1], len(rows), bias=bias is not None, device="meta").requires_grad_(False)
-        layer.weight = nn.Parameter(weight[rows], requires_grad=False)
+        layer = nn.Linear(weight.shape[1], len(weight), bias=bias is not None, device="meta").requires_grad_(False)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
         if bias is not None:
-            layer.bias = nn.Parameter(bias.detach()[rows], requires_grad=False)
+            layer.bias = nn.Parameter(bias.detach()[self.draft_ids.to(bias.device)], requires_grad=False)
         return layer
 
     def fuse(self, features: list[torch.Tensor]) -> torch.Tensor:
@@ -361,7 +370,7 @@ class Eagle1Head(DraftHead):
         """[V] int64: the head drafts the whole vocabulary."""
         return torch.arange(self.config.target.vocab_size, device=self.fc.weight.device)
 
-    def output_layer(self, lm_head: nn.Module) -> nn.Module:
+    def output_layer(self, lm_head: nn.Module, look_up: LookUp | None = None) -> nn.Module:
         """The target's LM head, which turns [..., E] into [..., V]."""
         return lm_head
 

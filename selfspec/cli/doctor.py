@@ -1,11 +1,14 @@
 """`selfspec doctor`: what this installation can run, what it cannot, and why."""
 
 import importlib.metadata
+import json
 import os
 import platform
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -38,14 +41,22 @@ def register(cli: typer.Typer) -> None:
     """Add the command."""
 
     @command(cli)
-    def doctor() -> None:
+    def doctor(
+        *,
+        memory: Annotated[
+            bool,
+            typer.Option("--memory", help="measure the memory of an answer by the default target with its EAGLE head"),
+        ] = False,
+    ) -> None:
         """Show versions, devices and settings, and what will not run here and why.
 
-        Example: selfspec doctor
+        Example: selfspec doctor --memory
         """
         from selfspec.cli import display
 
         display.show_findings(examine())
+        if memory:
+            display.show_findings([_peak()])
 
 
 def examine() -> list[Finding]:
@@ -95,6 +106,20 @@ def _target() -> Iterator[Finding]:
         yield Finding("ok", "default target", str(default_target()))
     except ValueError as error:
         yield Finding("note", "default target", str(error))
+
+
+def _peak() -> Finding:
+    """The most memory that a process takes to answer with the default target, measured in a process of its own."""
+    try:
+        source = str(default_target())
+    except ValueError as error:
+        return Finding("note", "memory", str(error))
+    command = [sys.executable, "-m", "selfspec.bench.memory", "--target", source, "--drafter", "eagle"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        return Finding("note", "memory", (result.stderr.strip() or "no reason given").splitlines()[-1])
+    peak = json.loads(result.stdout.splitlines()[-1])["peak_mib"]
+    return Finding("ok", "memory", f"{peak} MiB at the peak of one answer by the default target with its EAGLE head")
 
 
 def _version(package: str) -> str | None:

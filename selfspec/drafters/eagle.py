@@ -29,6 +29,7 @@ from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Outcome, Pr
 from selfspec.model.layers import private_copy
 from selfspec.model.load import lay_out
 from selfspec.model.output import LogitShape
+from selfspec.model.packed_linear import PackedLinear
 from selfspec.model.target import Target
 from selfspec.tree import CandidateTree, chain
 
@@ -84,7 +85,9 @@ class EagleDrafter(Drafter):
         self._logit_shape = LogitShape() if has_own_output else target.logit_shape
         own = private_copy(head).to(target.device, target.dtype)
         self._draft_ids = own.draft_ids
-        layers = nn.ModuleDict({"head": own, "output": own.output_layer(target.model.get_output_embeddings())})
+        lm_head = target.model.get_output_embeddings()
+        look_up = lm_head.rows if isinstance(lm_head, PackedLinear) else None
+        layers = nn.ModuleDict({"head": own, "output": own.output_layer(lm_head, look_up)})
         lay_out(layers)
         self.head = own
         self._output_layer = layers["output"]

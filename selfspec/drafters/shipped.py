@@ -36,21 +36,26 @@ def load_head(source: str | Path | None, target: Target, *, drafter: str, revisi
     Raises:
         ValueError: there is no head, or it is damaged, of another kind or for another target; the sentence says which.
     """
+    # Before the head is read, because a target that was laid out for decoding makes a plain weight anew for this.
+    ours = identity(target)
     directory = find_head(source or shipped_head(drafter, target), revision)
     head_type = read_config(directory, source)["head_type"]
     allowed = KINDS[drafter].head_types
     if head_type not in allowed:
         raise ValueError(f"{source} is a {head_type} head, and drafter {drafter} serves {' and '.join(allowed)} heads")
     head = HEADS[head_type].from_pretrained(source or directory, revision=revision, dtype=target.dtype)
-    head.config.target.check(identity(target))
-    for doubt in _doubts(head.config, target):
+    head.config.target.check(ours)
+    for doubt in _doubts(head.config, target, ours):
         logger.warning("head %s: %s", directory.name, doubt)
     return head
 
 
-def _doubts(config: HeadConfig, target: Target) -> Iterator[str]:
-    """Why fewer of a head's drafts may be accepted than its card says, though it fits the target."""
-    ours, theirs = identity(target), config.target
+def _doubts(config: HeadConfig, target: Target, ours: TargetIdentity) -> Iterator[str]:
+    """Why fewer of a head's drafts may be accepted than its card says, though it fits the target, whose identity is `ours`.
+
+    Yields one sentence for each reason.
+    """
+    theirs = config.target
     if theirs.adapter_hash != ours.adapter_hash and theirs.adapter is None:
         yield f"its card's acceptance was measured without adapter {target.adapter}; `selfspec verify-head` measures both"
     elif theirs.adapter_hash != ours.adapter_hash:

@@ -13,12 +13,14 @@ import torch
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from selfspec.failures import first_line
 from selfspec.files import check_readable
 from selfspec.model.adapter import merge_adapter
+from selfspec.model.checkpoint import read_model
+from selfspec.model.compact_embedding import compact_embeddings
 from selfspec.model.fuse import can_fuse, fuse
 from selfspec.model.packed_linear import can_pack, pack_linear_layers
 
@@ -107,16 +109,13 @@ def load_model(
         resolved_dtype = torch.bfloat16
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
-        model, info = AutoModelForCausalLM.from_pretrained(
-            source, revision=revision, dtype=resolved_dtype, output_loading_info=True, use_safetensors=True
-        )
+        model, missing = read_model(source, config, revision=revision, dtype=resolved_dtype)
     except SafetensorError as error:
         raise ValueError(f"{source}: a weight file is damaged ({error}): download or copy the model again") from error
     except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
         if isinstance(error, OSError) and SAFE_WEIGHTS_NAME in str(error):
             raise ValueError(f"{source}: {NO_SAFETENSORS}") from error
         raise ValueError(f"{source}: cannot load the model: {first_line(error)}") from error
-    missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(
             f"{source}: the checkpoint lacks {len(missing)} weights ({missing[0]} first): download or copy the model again"
@@ -134,13 +133,13 @@ def load_model(
 def lay_out(model: nn.Module) -> None:
     """Lay a module's layers out for decoding, in place, after which they have no gradients.
 
-    On a CPU this is `selfspec.model.packed_linear`, on CUDA `selfspec.model.fuse`.
+    On a CPU this is `selfspec.model.packed_linear` and `selfspec.model.compact_embedding`, on CUDA `selfspec.model.fuse`.
     """
     if can_fuse(model):
         fuse(model)
     elif can_pack():
         # Only those on a CPU, in float32, are packed.
-        logger.debug("packed %d linear layers for CPU decoding", pack_linear_layers(model))
+        logger.debug("packed %d linear layers for CPU decoding", pack_linear_layers(model, compact_embeddings(model)))
 
 
 def check_family(config: PretrainedConfig) -> None:

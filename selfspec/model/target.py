@@ -28,6 +28,7 @@ from selfspec.model.chat import LiteralText, apply_template, check_arguments
 from selfspec.model.checks import adopt, check_model, fixed_context
 from selfspec.model.layers import decoder_layers, with_layers
 from selfspec.model.load import load_model
+from selfspec.model.memory import release_free_memory
 from selfspec.model.output import LogitShape
 from selfspec.model.passes import Passes
 from selfspec.tree import CandidateTree, chain
@@ -115,7 +116,10 @@ class Target:
         model, tokenizer = load_model(
             source, dtype=dtype, device=device, revision=revision, adapter=adapter, use_packing=use_packing
         )
-        return cls(model, tokenizer, name=str(source), adapter=None if adapter is None else str(adapter))
+        target = cls(model, tokenizer, name=str(source), adapter=None if adapter is None else str(adapter))
+        # The checks' passes over a whole text are larger than those of decoding.
+        release_free_memory()
+        return target
 
     @property
     def label(self) -> str:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from selfspec import failures
+from selfspec.cli import doctor
 from selfspec.cli.main import app
 
 PROMPTS = [
@@ -156,6 +157,19 @@ def test_doctor_names_versions_and_gaps(monkeypatch, tmp_path):
     assert result.exit_code == 0
     assert torch.__version__ in result.output
     assert "selfspec fetch" in " ".join(result.output.split())
+
+
+def test_doctor_measures_an_answer_or_says_why_not(monkeypatch, tiny_target_dir, tmp_path):
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    assert "selfspec fetch" in doctor._peak().detail
+    monkeypatch.setattr(doctor, "default_target", lambda: tiny_target_dir)
+    # No head is shipped for the tiny target.
+    finding = doctor._peak()
+    assert (finding.state, finding.subject) == ("note", "memory") and "no shipped eagle head" in finding.detail
+    lines = '{"stage": "target", "peak_mib": 9}\n{"stage": "answer 1", "peak_mib": 12}\n'
+    done = subprocess.CompletedProcess([], 0, lines, "")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
+    assert doctor._peak().detail.startswith("12 MiB at the peak")
 
 
 def test_fetch_prints_where_the_target_is(monkeypatch, tmp_path):
