@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from jinja2 import TemplateError
 
 from selfspec.model.target import FINAL, Target
-from selfspec.traffic.conversations import Report
+from selfspec.traffic.conversations import Conversation, Report
 from selfspec.traffic.masking import tokenize_all
 from selfspec.traffic.prepare import check_some_left
 from selfspec.traffic.prompt_files import read_prompts
@@ -77,7 +78,8 @@ def load_rows(data: DataArgs, target: Target, left_out: LeftOut) -> PackedRows:
     reading, masking = Report(), Report()
     conversations = list(read_conversations([data.train_file], reading))
     check_some_left(conversations, reading)
-    samples = tokenize_all(conversations, target.tokenizer, masking)
+    _adopt_arguments(target, conversations)
+    samples = tokenize_all(conversations, target.tokenizer, masking, chat_template_kwargs=target.chat_template_kwargs)
     left_out.add_report(data.train_file, reading, masking)
     rows = pack(samples, data.row_length)
     longest = max(len(sample.input_ids) for sample in samples)
@@ -101,6 +103,17 @@ def load_rows(data: DataArgs, target: Target, left_out: LeftOut) -> PackedRows:
         rows = pack(samples, data.row_length, is_shared=False)
     logger.info("%d rows of %d tokens, %.1f %% full", len(rows), data.row_length, 100 * rows.fill_rate)
     return rows
+
+
+def _adopt_arguments(target: Target, conversations: Sequence[Conversation]) -> None:
+    """Give the target the template's arguments that all conversations have, so that evaluations and the head's config do.
+
+    Raises:
+        ValueError: the target's template does not read them.
+    """
+    kinds = {json.dumps(each.chat_template_kwargs or {}, sort_keys=True) for each in conversations}
+    if not target.chat_template_kwargs and len(kinds) == 1:
+        target.set_chat_template_kwargs(json.loads(kinds.pop()))
 
 
 def keeps_texts_apart(target: Target, rows: PackedRows) -> bool:

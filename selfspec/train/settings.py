@@ -66,6 +66,13 @@ class DataArgs:
     )
     shard_target: bool = field(default=False, metadata={"help": "spread the target's layers over the processes"})
     chat_template: str | None = field(default=None, metadata={"help": "Jinja file, for a target without a template"})
+    chat_template_kwargs: str | None = field(
+        default=None,
+        metadata={
+            "help": 'arguments of the chat template, as in {"enable_thinking": false}; by default those that all '
+            "conversations have"
+        },
+    )
     init_seed: int = field(default=0, metadata={"help": "seed of the head's weights (seed: of the data's order)"})
     compile_head: bool = field(default=False, metadata={"help": "compile an EAGLE-3 head: faster steps after a slow start"})
     num_eval_prompts: int = field(default=32, metadata={"help": "held-out prompts decoded at every evaluation"})

@@ -20,6 +20,7 @@ from transformers.trainer_utils import IntervalStrategy
 from selfspec.config import TargetOptions
 from selfspec.drafters import Drafter
 from selfspec.heads.base import DraftHead
+from selfspec.model.chat import parse_arguments
 from selfspec.model.default_target import source_of
 from selfspec.model.target import Target
 from selfspec.traffic.masking import check_chat_target, read_template, use_chat_template
@@ -88,6 +89,7 @@ def load_target(data: DataArgs, args: TrainingArguments) -> Target:
     else:
         target = Target.from_pretrained(source, use_packing=False, **options)
     use_chat_template(target.tokenizer, template)
+    target.set_chat_template_kwargs(parse_arguments(data.chat_template_kwargs or "{}"))
     return target
 
 

@@ -38,6 +38,28 @@ def record(output: Path) -> dict[str, Any]:
     return json.loads((output / "run.json").read_text())
 
 
+THINKING = (
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and enable_thinking is false %}so {% endif %}"
+    "{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize("way", ["flag", "rows", "mixed rows"])
+def test_a_head_records_the_templates_arguments_that_it_was_trained_with(
+    recipe: Recipe, flags: Flags, tmp_path: Path, way: str
+) -> None:
+    """From the flag, or from the rows where all agree."""
+    arguments = {"enable_thinking": False}
+    rows = [json.loads(conversation(f"say {i}", "one two three")) for i in range(12)]
+    for row in rows if way == "rows" else rows[:6] if way == "mixed rows" else []:
+        row["chat_template_kwargs"] = arguments
+    file = write(tmp_path / "rows.jsonl", *(json.dumps(row) + "\n" for row in rows))
+    given = flags(tmp_path / "run", train_file=file, max_steps=1, chat_template=write(tmp_path / "thinking.jinja", THINKING))
+    recipe("medusa").main([*given, "--chat_template_kwargs", json.dumps(arguments)] if way == "flag" else given)
+    trained_with = json.loads((tmp_path / "run/head/config.json").read_text())["chat_template_kwargs"]
+    assert trained_with == (None if way == "mixed rows" else arguments)
+
+
 def test_rows_that_a_file_loses_are_counted_shown_and_recorded(
     recipe: Recipe, flags: Flags, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
