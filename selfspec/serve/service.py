@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel
 from starlette.types import Message
 
-from selfspec.api import Completion, encode
-from selfspec.config import SamplingParams
+from selfspec.api import Completion
 from selfspec.drafters import Drafter, drafter_of, load_drafter
 from selfspec.drafters.names import kind_of
 from selfspec.drafters.shipped import is_head, load_head
 from selfspec.engine import SpecEngine
-from selfspec.heads.base import tokenizer_hash
 from selfspec.loop.drafter import NoDrafter
 from selfspec.loop.sampling import Grammar
-from selfspec.loop.sequence import PromptTooLong, Request, check_sampling
-from selfspec.model.chat import LiteralText, check_arguments, reads_tools
+from selfspec.loop.sequence import Request
+from selfspec.model.chat import LiteralText
 from selfspec.model.target import Target
 from selfspec.serve.answers import Answer, ChatAnswer, CompletionAnswer, Events, while_connected
 from selfspec.serve.bodies import parse
@@ -31,37 +29,17 @@ from selfspec.serve.lanes import Lanes
 from selfspec.serve.limits import Limits
 from selfspec.serve.metrics import Metrics
 from selfspec.serve.options import ServeOptions
-from selfspec.serve.protocol import NOT_TEXT, ChatRequest, CompletionRequest, NamedTool, ResponseFormat
+from selfspec.serve.protocol import ChatRequest, CompletionRequest, NamedTool, ResponseFormat
+from selfspec.serve.requests import TOO_LONG, encode_chat, encode_prompt, refusal, requests_of, sampling_of
 from selfspec.serve.syntax import Syntax
+from selfspec.serve.traffic_log import TrafficLog
 from selfspec.traffic.capture import Capture
-from selfspec.traffic.conversations import Conversation, without_ids
-from selfspec.traffic.forms import known_fields
 
 if TYPE_CHECKING:
     from selfspec.serve.grammar import GrammarCompiler
 
-# What the log has of a request's settings: numbers and names that the server knows. What a client writes freely may hold
-# personal data.
-CAPTURED = {
-    "n",
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "seed",
-    "stop_token_ids",
-    "ignore_eos",
-}
 # OpenAI's default for completions; a chat may go on to the end of the context.
 DEFAULT_MAX_TOKENS = 16
-# The word that OpenAI's clients look for.
-TOO_LONG = "context_length_exceeded"
 
 Form = TypeVar("Form", bound=BaseModel)
 Result = TypeVar("Result")
@@ -83,8 +61,7 @@ class Service:
         self.hosts = ["*"] if self.api_keys and not options.allowed_host else [host, *options.allowed_host]
         self.metrics = Metrics(self.name)
         self.started = time.time()
-        self.capture: Capture | None = None
-        self._tokenizer_hash: str | None = None
+        self._log: TrafficLog | None = None
         self.is_draining = False
         self._engine: SpecEngine | None = None
         self._limits: Limits | None = None
@@ -116,8 +93,7 @@ class Service:
         self.metrics.watch("num_requests_waiting", "requests in the queue", lambda: engine.num_waiting)
         self.metrics.watch("kv_cache_usage_perc", "share of the KV cache in use, 0 to 1", lambda: engine.cache_use)
         if capture is not None:
-            self.capture = capture
-            self._tokenizer_hash = tokenizer_hash(target.tokenizer)
+            self._log = TrafficLog(capture, self.name, target)
             self.metrics.watch("captured_conversations", "conversations logged", lambda: capture.num_written)
             self.metrics.watch("capture_dropped", "conversations that could not be logged", lambda: capture.num_dropped)
         self._grammars = _grammar_compiler(target)
@@ -155,8 +131,8 @@ class Service:
         if self._engine is not None:
             self._engine.close()
         self._lanes.close()
-        if self.capture is not None:
-            self.capture.close()
+        if self._log is not None:
+            self._log.capture.close()
 
     def check_model(self, name: str) -> None:
         if name != self.name:
@@ -187,11 +163,11 @@ class Service:
             The form of its answer, its events, and a function to call with each completion.
         """
         target = self._target(body.model)
-        sampling = _sampling(body, target, target.context_length, use_logprobs=bool(body.logprobs))
+        sampling = sampling_of(body, target, target.context_length, use_logprobs=bool(body.logprobs))
         self._check_length(sum(len(message.content or "") for message in body.messages), "a text", "messages")
         self._check_room(sampling.n, body.drafter)
         messages = [message.for_template() for message in body.messages]
-        prompt = await self._lanes.run(num_bytes, _encode_chat, target, messages, body, self._literal)
+        prompt = await self._lanes.run(num_bytes, encode_chat, target, messages, body, self._literal)
         begin_grammar = await self._grammar(body, prompt)
         syntax, tools = self._syntax, body.offered_tools
         assert syntax is not None
@@ -200,17 +176,7 @@ class Service:
         is_open = not body.is_json and syntax.is_open(prompt)
         if is_hiding:
             sampling = sampling.with_(skip_special_tokens=False)
-        requests = _requests([prompt], sampling, body.top_logprobs or 0, begin_grammar)
-
-        def capture(completion: Completion) -> None:
-            if not self._is_captured(completion):
-                return
-            # A client's token ids would be nobody's word, and the answer's go on where a stop string ends its text.
-            said = [without_ids(message) for message in messages] + [form.message(completion)]
-            if completion.stop_string is None:
-                said[-1]["token_ids"] = completion.token_ids
-            arguments = {**target.chat_template_kwargs, **(body.chat_template_kwargs or {})}
-            self._capture(answer_id, said, completion, body, tools=tools or None, chat_template_kwargs=arguments or None)
+        requests = requests_of([prompt], sampling, body.top_logprobs or 0, begin_grammar)
 
         form = ChatAnswer(
             answer_id,
@@ -221,12 +187,17 @@ class Service:
             requests,
             new_parser=lambda: syntax.parser(tools, is_open=is_open, is_hiding=is_hiding),
         )
-        return form, self._submit(requests, body.drafter, prompt_field="messages"), capture
+
+        def log(completion: Completion) -> None:
+            if self._log is not None:
+                self._log.add_chat(answer_id, body, messages, form.message(completion), completion, form.drafter)
+
+        return form, self._submit(requests, body.drafter, prompt_field="messages"), log
 
     async def complete(self, body: CompletionRequest, answer_id: str) -> tuple[Answer, Events, Callable[[Completion], None]]:
         """Submit a completion request; returns the same as `chat`."""
         target = self._target(body.model)
-        sampling = _sampling(body, target, DEFAULT_MAX_TOKENS, use_logprobs=body.logprobs is not None)
+        sampling = sampling_of(body, target, DEFAULT_MAX_TOKENS, use_logprobs=body.logprobs is not None)
         if not body.prompts:
             raise ApiError(400, "prompt is an empty list: give at least one", param="prompt")
         for index, prompt in enumerate(body.prompts):
@@ -235,24 +206,20 @@ class Service:
         self._check_room(len(body.prompts) * sampling.n, body.drafter)
         # One by one, so that shorter work comes in between, and the rest is left once the client has gone.
         prompts = [
-            await self._lanes.run(len(prompt), _encode_prompt, target, prompt, index)
+            await self._lanes.run(len(prompt), encode_prompt, target, prompt, index)
             for index, prompt in enumerate(body.prompts)
         ]
         begin_grammar = await self._grammar(body)
-        requests = _requests(prompts, sampling, body.logprobs or 0, begin_grammar)
-
-        def capture(completion: Completion) -> None:
-            if not self._is_captured(completion):
-                return
-            prompt = body.prompts[completion.prompt_index]
-            text = prompt if isinstance(prompt, str) else target.tokenizer.decode(prompt)
-            # Without token ids: they were written after raw text, and training reads what a chat template renders.
-            said = [{"role": "user", "content": text}, {"role": "assistant", "content": completion.text}]
-            self._capture(answer_id, said, completion, body)
+        requests = requests_of(prompts, sampling, body.logprobs or 0, begin_grammar)
 
         drafter = self._drafter_name(body.drafter)
         form = CompletionAnswer(answer_id, self.name, target.tokenizer, sampling.n, drafter, requests)
-        return form, self._submit(requests, body.drafter, prompt_field="prompt"), capture
+
+        def log(completion: Completion) -> None:
+            if self._log is not None:
+                self._log.add_completion(answer_id, body, completion, drafter)
+
+        return form, self._submit(requests, body.drafter, prompt_field="prompt"), log
 
     def prepare_drafter(self, spec: str) -> Callable[[], Drafter]:
         """Do the slow part of loading a drafter, which touches nothing in use.
@@ -311,7 +278,7 @@ class Service:
 
     def _compile(self, wanted: ResponseFormat, field: str) -> Callable[[], Grammar] | None:
         if self._grammars is None:
-            raise ApiError(501, "this server has no llguidance, which response_format needs: leave it out")
+            raise ApiError(501, f"this server has no llguidance, which {field} needs: leave it out", param=field)
         try:
             return self._grammars.compile(wanted)
         except ValueError as error:
@@ -333,53 +300,9 @@ class Service:
             return Events(engine, requests, drafter)
         except ValueError as error:
             # What is left that the engine can refuse is the prompt's length.
-            raise _refusal(error, field_of(str(error)) or prompt_field) from error
+            raise refusal(error, field_of(str(error)) or prompt_field) from error
         except Exception as error:
             raise api_error(error) from error
-
-    def _is_captured(self, completion: Completion) -> bool:
-        # The samples of one prompt count as one conversation.
-        return self.capture is not None and completion.sample_index == 0
-
-    def _capture(
-        self,
-        answer_id: str,
-        messages: list[dict[str, Any]],
-        completion: Completion,
-        body: ChatRequest | CompletionRequest,
-        **given: Any,
-    ) -> None:
-        """Log a conversation.
-
-        Args:
-            given: what the chat template was given besides the messages: `tools` and `chat_template_kwargs`.
-        """
-        assert self.capture is not None
-        conversation = Conversation(
-            f"{answer_id}-{completion.prompt_index}",
-            [known_fields({**message, "content": message["content"] or ""}) for message in messages],
-            finish_reason=completion.finish_reason,
-            tokenizer_hash=self._tokenizer_hash,
-            **given,
-        )
-        facts = {
-            "model": self.name,
-            "drafter": self._drafter_name(body.drafter),
-            "time": round(time.time(), 3),
-            "seconds": {
-                "queue": round(completion.queue_seconds, 4),
-                "prefill": round(completion.prefill_seconds, 4),
-                "total": round(completion.seconds, 4),
-            },
-            "settings": body.model_dump(include=CAPTURED, exclude_unset=True),
-            "token_counts": {
-                "prompt": completion.num_prompt_tokens,
-                "answer": len(completion.token_ids),
-                "drafted": completion.num_draft_tokens,
-                "accepted": completion.num_accepted_tokens,
-            },
-        }
-        self.capture.record(conversation, facts)
 
 
 def _grammar_compiler(target: Target) -> GrammarCompiler | None:
@@ -391,60 +314,3 @@ def _grammar_compiler(target: Target) -> GrammarCompiler | None:
     except ImportError:
         return None
     return GrammarCompiler(target)
-
-
-def _sampling(
-    body: ChatRequest | CompletionRequest, target: Target, default_max_tokens: int, *, use_logprobs: bool
-) -> SamplingParams:
-    """The request's settings, checked against the target."""
-    try:
-        sampling = body.sampling(
-            min(default_max_tokens, target.context_length), target.context_length, use_logprobs=use_logprobs
-        )
-        check_sampling(target, sampling)
-    except ValueError as error:
-        raise ApiError(400, str(error), param=field_of(str(error))) from error
-    return sampling
-
-
-def _requests(
-    prompts: list[list[int]],
-    sampling: SamplingParams,
-    num_top_logprobs: int,
-    begin_grammar: Callable[[], Grammar] | None,
-) -> list[Request]:
-    return [
-        Request(prompt, sampling, index, sample_index, num_top_logprobs, begin_grammar)
-        for index, prompt in enumerate(prompts)
-        for sample_index in range(sampling.n)
-    ]
-
-
-def _refusal(error: ValueError, param: str) -> ApiError:
-    return ApiError(400, str(error), param=param, code=TOO_LONG if isinstance(error, PromptTooLong) else None)
-
-
-def _encode_chat(
-    target: Target, messages: list[dict[str, Any]], body: ChatRequest, literal: LiteralText | None
-) -> list[int]:
-    tools, arguments = body.offered_tools or None, body.chat_template_kwargs or {}
-    try:
-        check_arguments(target.tokenizer, arguments)
-        token_ids = target.encode(messages, tools=tools, chat_template_kwargs=arguments, literal=literal)
-        if tools and not reads_tools(target.tokenizer, messages, tools, **{**target.chat_template_kwargs, **arguments}):
-            raise ValueError("tools are not read by this model's chat template: leave them out, or serve another model")
-        return encode(target, token_ids, 0)
-    except ValueError as error:
-        field = field_of(str(error))
-        raise _refusal(error, field if field in ("tools", "chat_template_kwargs") else "messages") from error
-    except TypeError as error:
-        raise ApiError(400, NOT_TEXT, param="messages") from error
-
-
-def _encode_prompt(target: Target, prompt: str | list[int], index: int) -> list[int]:
-    try:
-        return encode(target, prompt, index)
-    except ValueError as error:
-        raise _refusal(error, "prompt") from error
-    except TypeError as error:
-        raise ApiError(400, NOT_TEXT, param="prompt") from error

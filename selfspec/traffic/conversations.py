@@ -7,6 +7,7 @@ message goes through `changed`, which drops the ids.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +70,7 @@ def changed(message: Message, **fields: Any) -> Message:
     return now if now == message else without_ids(now)
 
 
-def without_ids(message: Message) -> Message:
+def without_ids(message: Mapping[str, Any]) -> Message:
     """The message as a chat template reads it, which knows no token ids."""
     return {key: value for key, value in message.items() if key != "token_ids"}
 

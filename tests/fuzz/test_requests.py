@@ -55,7 +55,7 @@ def served(target: Target) -> Iterator[TestClient]:
     logging.getLogger().addHandler(errors)
     faulthandler.dump_traceback_later(MAX_SECONDS, exit=True)
     try:
-        with TestClient(create_app(service), raise_server_exceptions=False) as client:
+        with TestClient(create_app(service), base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
             yield client
         engine = service.engine
         assert engine.drain(10) and engine.num_used_blocks == 0 and not engine.problems

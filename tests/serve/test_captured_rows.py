@@ -54,7 +54,7 @@ def ask(special_target: Target, tmp_path: Path) -> Iterator[Ask]:
         services.append(service)
         capture = Capture(tmp_path / f"log-{len(services)}", redact=redact)
         service.open(special_target, [NgramDrafter(4)], use_cost_guard=False, capture=capture)
-        with TestClient(create_app(service)) as http:
+        with TestClient(create_app(service), base_url="http://127.0.0.1") as http:
             for path, body in requests:
                 answer = http.post(path, json={"model": "tiny", "max_tokens": 24, "temperature": 0, **body})
                 assert answer.status_code == 200, answer.text

@@ -154,7 +154,7 @@ def test_a_tokenizer_that_forms_cannot_use_is_the_request_s_error(target: Target
     words = Target(target.model, PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"), name="words")
     service = Service("words", ServeOptions())
     service.open(words, [], use_cost_guard=False)
-    with TestClient(create_app(service)) as client:
+    with TestClient(create_app(service), base_url="http://127.0.0.1") as client:
         call = {"model": "words", "prompt": [1], "max_tokens": 1}
         assert client.post("/v1/completions", json=call).status_code == 200
         answer = client.post("/v1/completions", json={**call, "response_format": BY_PATTERN})
