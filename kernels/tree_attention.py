@@ -64,7 +64,7 @@ FLOAT32_TILE = Tile(16, 32, 8, 2)
 # For chains of at least MIN_CHAIN_NODES nodes: where they make few programs, where they make MANY_PROGRAMS, and for heads of
 # more than 128 dimensions.
 CHAIN_TILE, HIGH_CHAIN_TILE = Tile(64, TILE.keys, 4, 3), Tile(128, TILE.keys, 8, 3)
-LARGE_CHAIN_TILE = Tile(64, TILE.keys, 8, 2)
+LARGE_CHAIN_TILE = Tile(64, TILE.keys, 8, 1)
 MIN_CHAIN_NODES, MANY_PROGRAMS = 128, 128
 # The sum of probabilities is their product with a matrix of ones, as narrow as the instruction allows.
 NUM_ONES = 16
