@@ -186,7 +186,7 @@ def _records(
     shared_start: float | None = None,
 ) -> Generator[Column]:
     """Decode into `column`. Its clock stops between steps, unless `shared_start` makes it a wall clock."""
-    recorder = Recorder(target.tokenizer)
+    recorder = Recorder(target.tokenizer, request.prompt_ids)
     planner = None if use_cost_guard else Planner(is_active=False)
     elapsed = 0.0
     # `decode` returns a generator, though its signature says Iterator. Closing it frees cache and drafter state.
@@ -213,9 +213,9 @@ def _records(
 class Recorder:
     """Turns the steps of one answer into records, and keeps the state of detokenisation between steps."""
 
-    def __init__(self, tokenizer: object) -> None:
+    def __init__(self, tokenizer: object, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._stream = TextStream(tokenizer)
+        self._stream = TextStream(tokenizer, context=prompt_ids)
 
     def record(self, step: Step, *, at: float, seconds: float) -> StepRecord:
         """A record of the first row of `step`, which took `seconds` in all."""

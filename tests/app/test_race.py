@@ -62,6 +62,13 @@ def test_columns_hold_the_answers_of_generate(target, request_, run):
         assert len(column.steps) == column.figures().num_target_passes
 
 
+def test_an_answer_keeps_its_first_space():
+    """SentencePiece tokenizers drop a space at the very beginning, and an answer comes after its prompt."""
+    words = ["hello", " that", " is"]
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(words[i] for i in ids).removeprefix(" "))
+    assert race.Recorder(tokenizer, [0])._pieces([1, 2], frozenset(), is_last=True) == [" that", " is"]
+
+
 def test_the_end_token_is_no_text(target, request_, monkeypatch):
     [whole] = generate(target, [PROMPT], sampling=SAMPLING)
     # An end token that the tokenizer would write like any other.
