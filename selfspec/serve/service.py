@@ -61,7 +61,7 @@ class Service:
         self.hosts = ["*"] if self.api_keys and not options.allowed_host else [host, *options.allowed_host]
         self.metrics = Metrics(self.name)
         self.started = time.time()
-        self._log: TrafficLog | None = None
+        self.traffic_log: TrafficLog | None = None
         self.is_draining = False
         self._engine: SpecEngine | None = None
         self._limits: Limits | None = None
@@ -93,7 +93,7 @@ class Service:
         self.metrics.watch("num_requests_waiting", "requests in the queue", lambda: engine.num_waiting)
         self.metrics.watch("kv_cache_usage_perc", "share of the KV cache in use, 0 to 1", lambda: engine.cache_use)
         if capture is not None:
-            self._log = TrafficLog(capture, self.name, target)
+            self.traffic_log = TrafficLog(capture, self.name, target)
             self.metrics.watch("captured_conversations", "conversations logged", lambda: capture.num_written)
             self.metrics.watch("capture_dropped", "conversations that could not be logged", lambda: capture.num_dropped)
         self._grammars = _grammar_compiler(target)
@@ -131,8 +131,8 @@ class Service:
         if self._engine is not None:
             self._engine.close()
         self._lanes.close()
-        if self._log is not None:
-            self._log.capture.close()
+        if self.traffic_log is not None:
+            self.traffic_log.capture.close()
 
     def check_model(self, name: str) -> None:
         if name != self.name:
@@ -189,8 +189,8 @@ class Service:
         )
 
         def log(completion: Completion) -> None:
-            if self._log is not None:
-                self._log.add_chat(answer_id, body, messages, form.message(completion), completion, form.drafter)
+            if self.traffic_log is not None:
+                self.traffic_log.add_chat(answer_id, body, messages, form.message(completion), completion, form.drafter)
 
         return form, self._submit(requests, body.drafter, prompt_field="messages"), log
 
@@ -216,8 +216,8 @@ class Service:
         form = CompletionAnswer(answer_id, self.name, target.tokenizer, sampling.n, drafter, requests)
 
         def log(completion: Completion) -> None:
-            if self._log is not None:
-                self._log.add_completion(answer_id, body, completion, drafter)
+            if self.traffic_log is not None:
+                self.traffic_log.add_completion(answer_id, body, completion, drafter)
 
         return form, self._submit(requests, body.drafter, prompt_field="prompt"), log
 

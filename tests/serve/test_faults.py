@@ -60,11 +60,11 @@ def test_a_full_disk_costs_no_answer(start: Start, tmp_path: Path, monkeypatch: 
         time.sleep(0.01)
     monkeypatch.setattr("selfspec.traffic.capture.os.write", write)
     assert text(ask(server, "one two", max_tokens=8)) == expected
-    server.service.capture.close()
+    server.service.traffic_log.capture.close()
     metrics = server.metrics()
     assert (metrics["selfspec:captured_conversations"], metrics["selfspec:capture_dropped"]) == (1, 1)
     monkeypatch.undo()
-    server.service.capture = None
+    server.service.traffic_log = None
     assert text(ask(server, "one two", max_tokens=8)) == expected
 
 

@@ -73,7 +73,7 @@ def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
 def test_more_answers_than_places_are_refused_before_a_prompt_is_tokenised(
     http: httpx.Client, encoded: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("selfspec.serve.service._requests", None)
+    monkeypatch.setattr("selfspec.serve.service.requests_of", None)
     for prompts, n in ((["a"] * 20_000, 128), (["a"] * 9, 1), ("a", 9), ([[5]] * 9, 1)):
         error = error_of(http.post(COMPLETION, json={**GOOD, "prompt": prompts, "n": n}))
         assert error["param"] == "n" and "more than the 8 that may run or wait: ask for fewer" in error["message"]
