@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 REQUEST_ID = "x-request-id"
 # Longer paths are cut in the log.
 MAX_LOGGED_PATH = 200
+# What monitors ask for every few seconds, which would drown the rest of the log.
+PROBES = ("/health", "/metrics")
 
 
 class TokenCount:
@@ -77,7 +79,8 @@ class Gate:
             counts = f"{tokens.num_prompt}+{tokens.num_answer} tokens"
             # An error that nobody foresaw is answered by the layer above this one.
             outcome = (scope["method"], path, status or 500, milliseconds, counts, request_id)
-            logger.info("%s %s %d in %.0f ms, %s, %s", *outcome)
+            is_probe = scope["path"] in PROBES and status != 403
+            logger.log(logging.DEBUG if is_probe else logging.INFO, "%s %s %d in %.0f ms, %s, %s", *outcome)
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
         if not self._is_for_us(headers.get("host", "")):

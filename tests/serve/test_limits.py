@@ -423,6 +423,17 @@ def test_a_key_or_a_star_lets_any_name_in(start: Start) -> None:
     assert httpx.get(f"{strict.url}/health", headers=evil).status_code == 403
 
 
+def test_what_monitors_ask_for_is_logged_at_debug(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "selfspec.serve.gate")
+    for path in ("/health", "/metrics", "/v1/models"):
+        assert httpx.get(server.url + path, timeout=30).status_code == 200
+    deadline = time.monotonic() + 10
+    while len(caplog.records) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    levels = {record.getMessage().split()[1]: record.levelname for record in caplog.records}
+    assert levels == {"/health": "DEBUG", "/metrics": "DEBUG", "/v1/models": "INFO"}
+
+
 def test_each_request_is_one_line_that_holds_no_text_and_no_key(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "selfspec.serve.gate")
     headers = {"Authorization": "Bearer hidden-key", "X-Request-Id": "mine-7"}
