@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from selfspec.kernels.jit import TensorDescriptor, jit, tl, triton
+from selfspec.kernels.jit import TensorDescriptor, jit, shared_memory, tl, triton
 from selfspec.kernels.linear_epilogue import rounded, store, store_gated, sum_pairs
 
 
@@ -62,7 +62,7 @@ def _wide_linear_kernel(
     BLOCK_IN: tl.constexpr,
     NUM_STRIPES: tl.constexpr,
 ):
-    """The same for many rows, loaded by the copy engine. A program computes both parts of a sum, which `middle` divides.
+    """The outputs of BLOCK_R rows, loaded by the copy engine. Where a sum has two parts, the second begins at `middle`.
 
     NUM_STRIPES stripes of the weight are in use at a time, so they and the rows come from L2.
     """
@@ -123,7 +123,10 @@ def _wide_linear_kernel(
 
 
 def tile_of(x: torch.Tensor, weight: torch.Tensor, *, num_parts: int, is_gated: bool) -> WideTile | None:
-    """The tile for x [..., IN] and weight [OUT, IN]; None where the copy engine cannot load them."""
+    """The tile for x [..., IN] and weight [OUT, IN]; None where the copy engine cannot load them.
+
+    It has as many stages as fit into the card's shared memory.
+    """
     row_bytes = x.shape[-1] * x.element_size()
     if (
         x.dtype == torch.float32
@@ -133,8 +136,10 @@ def tile_of(x: torch.Tensor, weight: torch.Tensor, *, num_parts: int, is_gated: 
         or not _has_copy_engine(x.device)
     ):
         return None
-    tiles = (GATED_TILE, GATED_PARTS_TILE) if is_gated else (TILE, PARTS_TILE)
-    return tiles[num_parts - 1]
+    tile = ((GATED_TILE, GATED_PARTS_TILE) if is_gated else (TILE, PARTS_TILE))[num_parts - 1]
+    stage_bytes = (tile.block_r + tile.block_out * (1 + is_gated)) * tile.block_in * x.element_size()
+    num_stages = min(tile.num_stages, shared_memory(x.device) // stage_bytes)
+    return tile._replace(num_stages=num_stages) if num_stages >= 2 else None
 
 
 def launch_wide(

@@ -40,7 +40,7 @@ BAD_SETTINGS: dict[str, tuple[Any, str]] = {
     ),
     "every token an end before the minimum": (
         lambda target: PLAIN.with_(stop_token_ids=range(target.vocab_size), min_new_tokens=2),
-        "stop_token_ids leaves none to write the first 2 tokens with: name fewer ids",
+        "stop_token_ids leaves no token for the first 2 of the answer: name fewer ids",
     ),
     "unknown biased id": (
         lambda target: PLAIN.with_(logit_bias={target.config.vocab_size + 7: 1.0}),

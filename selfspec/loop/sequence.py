@@ -69,8 +69,7 @@ def check_prompt(target: Target, prompt_ids: Sequence_[int], *, name: str = "the
 
 
 def check_sampling(target: Target, sampling: SamplingParams) -> None:
-    """Refuse settings that name tokens the target does not know, that leave no token to choose, or that have stop strings
-    where there is no tokenizer.
+    """Refuse settings that could never be followed: unknown tokens, no token to choose, stop strings without a tokenizer.
 
     Raises:
         ValueError: one sentence that names the setting.
@@ -83,7 +82,7 @@ def check_sampling(target: Target, sampling: SamplingParams) -> None:
     ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(target.eos_token_ids))
     if sampling.min_new_tokens and len(banned | ends) >= target.vocab_size:
         raise ValueError(
-            f"stop_token_ids leaves none to write the first {sampling.min_new_tokens} tokens with: name fewer ids, "
+            f"stop_token_ids leaves no token for the first {sampling.min_new_tokens} of the answer: name fewer ids, "
             "or ask for no minimum length"
         )
     if sampling.stop and target.tokenizer is None:

@@ -9,6 +9,7 @@ import torch
 from kernel_cases import DEVICE, DTYPES, HAS_CUDA, KERNEL_TOLERANCES, NEEDS_TRITON
 
 from selfspec.kernels import linear as linear_file
+from selfspec.kernels import wide_linear as wide_file
 from selfspec.kernels.linear import NormedRows, launch_linear, launch_linear_before_norm
 from selfspec.kernels.reference import gated_silu_reference, linear_reference, rms_norm_reference
 from selfspec.kernels.rms_norm import Norm
@@ -36,6 +37,17 @@ def test_every_tile_fits_cards_with_little_shared_memory(monkeypatch: pytest.Mon
                 tile, block_in, block_r, num_stages = linear_file._tile(x, num_outputs, num_rows)
                 assert num_stages >= 2 and num_stages * (tile.block_out + block_r) * block_in * 2 <= kib << 10
                 assert block_r >= min(num_rows, largest)
+
+
+@pytest.mark.parametrize(("kib", "stages"), [(225, [5, 4, 4, 4]), (97, [3, 3, 2, 3]), (60, [None, None, None, None])])
+def test_tiles_for_many_rows_have_the_stages_that_fit(
+    kib: int, stages: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some cards have a copy engine and little shared memory, such as those of compute capability 12.0."""
+    monkeypatch.setattr(wide_file, "shared_memory", lambda device: kib << 10)
+    x, weight = torch.zeros(300, 64, dtype=torch.bfloat16), torch.zeros(128, 64, dtype=torch.bfloat16)
+    tiles = [wide_file.tile_of(x, weight, num_parts=n, is_gated=g) for g in (False, True) for n in (1, 2)]
+    assert [tile and tile.num_stages for tile in tiles] == stages
 
 
 @pytest.mark.usefixtures("_small_tiles")

@@ -98,7 +98,7 @@ SHARED: dict[str, Case] = {
     "every token an end before the minimum": (
         {"stop_token_ids": list(range(297)), "min_tokens": 2},
         "stop_token_ids",
-        "leaves none to write the first 2 tokens with",
+        "leaves no token for the first 2 of the answer",
     ),
     "special tokens of another type": ({"skip_special_tokens": "no"}, "skip_special_tokens", "valid boolean"),
     "repetition_penalty beyond float32": ({"repetition_penalty": 1e300}, "repetition_penalty", "use 1e-10 to 1e+10"),
