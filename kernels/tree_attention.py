@@ -70,8 +70,8 @@ MIN_CHAIN_NODES, MANY_PROGRAMS = 128, 128
 NUM_ONES = 16
 # The splits that the second kernel loads at once, and how often ahead.
 BLOCK_P, NUM_COMBINE_STAGES = 4, 4
-# Nodes in one launch, which bounds the partial results of large trees.
-MAX_NODES = 128
+# Nodes in one launch, which bounds the partial results.
+MAX_NODES = 256
 
 
 def tree_attention(
@@ -83,16 +83,43 @@ def tree_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention [B, N, H, Dv] of a pass's nodes; see `tree_attention_reference`.
+
+    In the ragged form (`TreeLayout.starts`) B is 1 and N is F. Every row gets the bits that it gets alone.
 
     Args:
         query: [B, H, N, D].
         key_cache, value_cache: one layer's pool, [num_slots, G, D] and [num_slots, G, Dv].
         sinks: [H] or None.
+        out: the result's place, [B, N, H, Dv]: a contiguous tensor, or some of its nodes.
     """
+    if out is None:
+        B, H, N, _ = query.shape
+        out = query.new_empty(B, N, H, value_cache.shape[2])
+    options = scaling, sliding_window, softcap, sinks
     if is_compiled_for(query):
-        return launch_tree_attention(query, key_cache, value_cache, layout, scaling, sliding_window, softcap, sinks)
+        launch_tree_attention(query, key_cache, value_cache, layout, *options, out)
+    elif layout.starts is None:
+        out.copy_(_attend_uniformly(query, key_cache, value_cache, layout, *options))
+    else:
+        for nodes, row in layout.rows:
+            out[:, nodes] = _attend_uniformly(query[:, :, nodes], key_cache, value_cache, row, *options)
+    return out
+
+
+def _attend_uniformly(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    layout: TreeLayout,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """`tree_attention` of the uniform form in torch; shapes as there."""
     if layout.ancestor_mask is None:
         assert layout.paths is not None and sliding_window is None and softcap is None and sinks is None
         lengths, depths = layout.lengths, layout.depths[:, -query.shape[2] :]
@@ -127,38 +154,47 @@ def launch_tree_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`tree_attention` by the kernels; shapes as there.
 
     The grid follows from shapes and from bounds that the host knows; the device is not asked.
     """
     B, H, N, D = query.shape
-    G, M, Dv = key_cache.shape[1], layout.depths.shape[1], value_cache.shape[2]
+    G, Dv = key_cache.shape[1], value_cache.shape[2]
+    R, num_rows = H // G, len(layout.lengths)
     assert key_cache.is_contiguous() and value_cache.is_contiguous() and layout.block_tables.stride(1) == 1
+    out = query.new_empty(B, N, H, Dv) if out is None else out
+    assert out.shape == (B, N, H, Dv) and out[0].is_contiguous() and out.stride(0) % (H * Dv) == 0
     query = query.transpose(1, 2).contiguous()  # [B, N, H, D]
-    depths = layout.depths[:, M - N :]
+    depths = layout.depths[:, -N:]
     assert depths.stride(1) == 1
+    # Node i of row b has its depth at i + b * depth_gap, and its result at i + b * out_gap, if i goes on from row to row.
+    depth_gap, out_gap = (0, 0) if B == 1 else (depths.stride(0) - N, out.stride(0) // (H * Dv) - N)
+    starts, most_nodes = (None, N) if layout.starts is None else (layout.starts, layout.node_bound)
     block_d, block_dv = max(16, triton.next_power_of_2(D)), max(16, triton.next_power_of_2(Dv))
     log2_e = math.log2(math.e)
     score_scale, cap = (scaling * log2_e, 0.0) if softcap is None else (scaling / softcap, softcap * log2_e)
     shape = {"H": H, "G": G, "D": D, "DV": Dv, "PAGE": layout.block_size, "WINDOW": sliding_window}
     shape |= {"HAS_CAP": softcap is not None, "SPLIT": SPLIT, "NUM_ONES": NUM_ONES, "BLOCK_D": block_d, "BLOCK_DV": block_dv}
-    out = query.new_empty(B, N, H, Dv)
-    if layout.is_chain and N >= MIN_CHAIN_NODES and query.dtype != torch.float32:
-        tile = _chain_tile(query, N * (H // G), B * G, block_d, block_dv)
-        chain_kernel[(triton.cdiv(N * (H // G), tile.rows) * G, B)](
+    if layout.is_chain and most_nodes >= MIN_CHAIN_NODES and query.dtype != torch.float32:
+        tile = _chain_tile(query, B * N * R, G, block_d, block_dv)
+        chain_kernel[(_num_tiles(starts, num_rows, B * N, R, tile.rows) * G,)](
             query,
             key_cache,
             value_cache,
             layout.block_tables,
             layout.lengths,
+            starts,
             depths,
             sinks,
             out,
             score_scale,
             cap,
-            N,
-            depths.stride(0),
+            num_rows,
+            B * N,
+            depth_gap,
+            out_gap,
             layout.block_tables.stride(0),
             **shape,
             BLOCK_M=tile.rows,
@@ -168,58 +204,65 @@ def launch_tree_attention(
         )
         return out
     # A chain's keys lie in the block table's order, so no path is read.
-    path_slots = layout.lengths[:, None, None].expand(B, N, 1) if layout.is_chain else layout.path_slots
+    path_slots = layout.lengths[:, None] if layout.is_chain else layout.path_slots
     K = layout.depth_bound
     num_splits = (layout.length_bound + K) // SPLIT + 1
     if sliding_window is not None:
         num_splits = min(num_splits, _num_touched(sliding_window + K))
     num_open_splits = 0 if layout.is_chain else min(num_splits, _num_touched(K + 1))
     tile = FLOAT32_TILE if query.dtype == torch.float32 else TILE
-    for first in range(0, N, MAX_NODES):
-        nodes = slice(first, min(N, first + MAX_NODES))
-        num_nodes = nodes.stop - first
-        acc = torch.empty(B, num_splits, num_nodes, H, Dv, dtype=torch.float32, device=query.device)
-        row_max, row_sum = torch.empty(2, B, num_splits, num_nodes, H, dtype=torch.float32, device=query.device)
-        num_shared = num_splits * triton.cdiv(num_nodes * (H // G), tile.rows)
-        num_own = num_open_splits * num_nodes * triton.cdiv(H // G, tile.rows)
-        split_kernel[((num_shared + num_own) * G, B)](
-            query[:, nodes],
+    if starts is None and B * N > MAX_NODES:
+        # Only a launch of all nodes finds rows without.
+        starts = torch.arange(0, B * N + 1, N, device=query.device)
+    for first_node in range(0, B * N, MAX_NODES):
+        num_nodes = min(MAX_NODES, B * N - first_node)
+        acc = torch.empty(num_splits, num_nodes, H, Dv, dtype=torch.float32, device=query.device)
+        row_max, row_sum = torch.empty(2, num_splits, num_nodes, H, dtype=torch.float32, device=query.device)
+        num_tiles = _num_tiles(starts, num_rows, num_nodes, R, tile.rows)
+        num_own = num_open_splits * num_nodes * triton.cdiv(R, tile.rows)
+        split_kernel[((num_splits * num_tiles + num_own) * G,)](
+            query,
             key_cache,
             value_cache,
             layout.block_tables,
             layout.lengths,
-            depths[:, nodes],
-            path_slots[:, nodes],
+            starts,
+            depths,
+            path_slots,
             acc,
             row_max,
             row_sum,
             score_scale,
             cap,
             int(layout.is_chain),
+            num_rows,
+            first_node,
             num_nodes,
-            N,
-            depths.stride(0),
+            num_tiles,
+            depth_gap,
             layout.block_tables.stride(0),
             num_splits,
-            path_slots.shape[2],
+            path_slots.shape[-1],
             **shape,
             BLOCK_M=tile.rows,
             BLOCK_N=tile.keys,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
-        combine_kernel[(num_nodes * H, B)](
+        combine_kernel[(num_nodes * H,)](
             acc,
             row_max,
             row_sum,
             layout.lengths,
-            depths[:, nodes],
+            starts,
+            depths,
             sinks,
-            out[:, nodes],
+            out,
+            num_rows,
+            first_node,
             num_nodes,
-            N,
-            depths.stride(0),
-            num_splits,
+            depth_gap,
+            out_gap,
             H=H,
             DV=Dv,
             WINDOW=sliding_window,
@@ -233,7 +276,7 @@ def launch_tree_attention(
 
 
 def _chain_tile(query: torch.Tensor, num_rows: int, num_heads: int, block_d: int, block_dv: int) -> Tile:
-    """The tile for `num_rows` rows of each of `num_heads` key-value heads, with the stages that fit into shared memory."""
+    """The tile for `num_rows` query rows of each of `num_heads` heads, with the stages that fit into shared memory."""
     tile = CHAIN_TILE
     if max(block_d, block_dv) > 128:
         tile = LARGE_CHAIN_TILE
@@ -242,6 +285,13 @@ def _chain_tile(query: torch.Tensor, num_rows: int, num_heads: int, block_d: int
     free = shared_memory(query.device) - tile.rows * block_d * query.element_size()
     num_stages = free // (SPLIT * (block_d + block_dv) * query.element_size())
     return tile._replace(num_stages=max(1, min(tile.num_stages, num_stages)))
+
+
+def _num_tiles(starts: torch.Tensor | None, num_rows: int, num_nodes: int, num_heads: int, height: int) -> int:
+    """The tiles of `height` query rows, `num_heads` for each node, as the kernels number them; some may be left out."""
+    if starts is None:
+        return num_rows * triton.cdiv(num_nodes // num_rows * num_heads, height)
+    return num_nodes * num_heads // height + num_rows
 
 
 def _num_touched(num_positions: int) -> int:

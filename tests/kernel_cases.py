@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from selfspec.kernels import tree_attention as tree_attention_file
 from selfspec.kernels.jit import triton
 from selfspec.kernels.reference import kv_compaction_reference, tree_attention_reference
 from selfspec.kernels.slots import slots_of
-from selfspec.kernels.tree_attention import launch_tree_attention, tree_attention
+from selfspec.kernels.tree_attention import Tile, launch_tree_attention, tree_attention
 from selfspec.kernels.tree_layout import TreeLayout
 from selfspec.tree import chain, from_parents
 
@@ -58,6 +59,16 @@ HEADS = {
     "one key-value head": (3, 1, 16, 16),
     "unequal": (4, 2, 12, 5),
 }
+# The same where Triton's interpreter runs, in which a program takes milliseconds.
+SMALL_HEADS = {"multi-head": (2, 2, 16, 16), "grouped": (3, 1, 8, 8), "unequal": (4, 2, 12, 5)}
+
+
+def make_splits_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many splits, tiles and launches in short texts."""
+    monkeypatch.setattr(tree_attention_file, "SPLIT", 32)
+    for name, rows in (("TILE", 16), ("FLOAT32_TILE", 16), ("CHAIN_TILE", 32), ("HIGH_CHAIN_TILE", 64)):
+        monkeypatch.setattr(tree_attention_file, name, Tile(rows, 16, 4, 2))
+    monkeypatch.setattr(tree_attention_file, "MAX_NODES", 5)
 
 
 def random_parents(num_nodes: int, seed: int) -> list[int]:

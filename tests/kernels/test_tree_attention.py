@@ -18,9 +18,11 @@ from kernel_cases import (
     LENGTHS,
     NEEDS_TRITON,
     PARENTS,
+    SMALL_HEADS,
     TOLERANCES,
     Case,
     make_case,
+    make_splits_small,
     random_parents,
 )
 from strategies import PROPERTY, parent_lists, path_to
@@ -140,17 +142,9 @@ def test_one_layout_serves_layers_of_different_windows() -> None:
     assert not torch.allclose(outs[None], outs[2])
 
 
-# Query heads, key-value heads, key dim, value dim. In the interpreter a program takes milliseconds.
-SMALL_HEADS = {"multi-head": (2, 2, 16, 16), "grouped": (3, 1, 8, 8), "unequal": (4, 2, 12, 5)}
-
-
 @pytest.fixture
 def _small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many splits and tiles in short texts."""
-    monkeypatch.setattr(tree_attention_file, "SPLIT", 32)
-    for name, rows in (("TILE", 16), ("FLOAT32_TILE", 16), ("CHAIN_TILE", 32), ("HIGH_CHAIN_TILE", 64)):
-        monkeypatch.setattr(tree_attention_file, name, Tile(rows, 16, 4, 2))
-    monkeypatch.setattr(tree_attention_file, "MAX_NODES", 5)
+    make_splits_small(monkeypatch)
 
 
 def assert_equals_twin(case: Case, **options: object) -> None:
