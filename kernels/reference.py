@@ -278,6 +278,40 @@ def tree_accept_reference(
     return path.to(tokens.device), num_accepted.to(tokens.device)
 
 
+def tree_paths_reference(
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    lengths: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_size: int,
+    max_depth: int,
+    nodes: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The slot of every node's ancestor at each depth, and its own at its own depth; 0 at the depths past its own.
+
+    Args:
+        parents, depths: [B, N] int64. Roots and padding nodes have parent -1 and depth 0.
+        lengths, block_tables: [B] and [B, P], int64. Node i of row b is stored at storage index `lengths[b] + i`.
+        max_depth: K, at least every node's depth.
+        nodes: [F] int64, the nodes that are asked for, as `b * N + i`; None asks for all, and F is B * N.
+
+    Returns:
+        [F, K + 1] int64.
+    """
+    B, N = parents.shape
+    nodes = torch.arange(B * N, device=parents.device) if nodes is None else nodes
+    row, node = nodes // N, nodes % N
+    depth = depths[row, node]
+    paths = parents.new_zeros(len(nodes), max_depth + 1)
+    for d in range(max_depth, -1, -1):
+        is_on_path = d <= depth
+        slots = slots_of(block_tables[row], torch.where(is_on_path, lengths[row] + node, 0)[:, None], block_size)[:, 0]
+        paths[:, d] = torch.where(is_on_path, slots, 0)
+        # The root is met last, and its parent is not looked at.
+        node = torch.where(is_on_path, parents[row, node], node)
+    return paths
+
+
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """A linear layer, summed in float32 and rounded once: [..., OUT] from x [..., IN], weight [OUT, IN] and bias [OUT]."""
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)

@@ -167,7 +167,7 @@ def launch_tree_attention(
     out = query.new_empty(B, N, H, Dv) if out is None else out
     assert out.shape == (B, N, H, Dv) and out[0].is_contiguous() and out.stride(0) % (H * Dv) == 0
     query = query.transpose(1, 2).contiguous()  # [B, N, H, D]
-    depths = layout.depths[:, -N:]
+    depths = layout.depths[:, layout.depths.shape[1] - N :]
     assert depths.stride(1) == 1
     # Node i of row b has its depth at i + b * depth_gap, and its result at i + b * out_gap, if i goes on from row to row.
     depth_gap, out_gap = (0, 0) if B == 1 else (depths.stride(0) - N, out.stride(0) // (H * Dv) - N)

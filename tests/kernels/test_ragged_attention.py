@@ -107,7 +107,8 @@ class Ragged:
             paths=paths if self.form == "paths" else None,
             starts=torch.tensor(self.starts, device=device),
             host_starts=self.starts if self.is_known else None,
-            max_nodes=max(self.counts, default=0),
+            # A bound, which no row need reach.
+            max_nodes=uniform.depths.shape[1],
         )
 
     def query(self) -> torch.Tensor:
@@ -139,7 +140,7 @@ def assert_rows_get_what_they_get_alone(ragged: Ragged, *, is_kernel: bool, **op
 
 @st.composite
 def batches(draw: st.DrawFn, *, max_length: int, max_nodes: int) -> Batch:
-    is_chain = draw(st.booleans())
+    is_chain, max_nodes = draw(st.booleans()), draw(st.integers(1, max_nodes))
     rows = draw(st.integers(1, 4))
     tree = st.just([-1, *range(max_nodes - 1)]) if is_chain else parent_lists(min_nodes=max_nodes, max_nodes=max_nodes)
     parents = [draw(tree) for _ in range(rows)]
@@ -224,6 +225,54 @@ def test_a_pass_in_which_no_row_has_a_node_writes_nothing(is_chain: bool) -> Non
     for dtype in DTYPES:
         ragged = make_ragged(([[-1, *range(7)]] * 2, [3, 9], [0, 0], is_chain), SMALL_HEADS["grouped"], dtype)
         assert_rows_get_what_they_get_alone(ragged, is_kernel=True)
+
+
+@NEEDS_TRITON
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(32, 8, 128, 128), (9, 3, 64, 64), (4, 2, 256, 256)], ids=str)
+@pytest.mark.parametrize("is_chain", [False, True])
+def test_bits_at_real_sizes(is_chain: bool, heads: tuple[int, int, int, int]) -> None:
+    """[N1] bfloat16: long prefixes, few nodes and many, both kernels of chains."""
+    for counts in ([1, 0, 16, 7, 40], [64, 1, 300, 129, 2]):
+        most = max(counts)
+        parents = [[-1, *range(most - 1)] if is_chain else random_parents(most, row) for row in range(len(counts))]
+        ragged = make_ragged((parents, [700, 12, 0, 5000, 255], counts, is_chain), heads, torch.bfloat16)
+        for options in ({}, {"sliding_window": 300, "softcap": 20.0}):
+            assert_rows_get_what_they_get_alone(ragged, is_kernel=True, **options)
+
+
+@NEEDS_TRITON
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_chain", [False, True])
+def test_a_captured_pass_serves_rows_of_other_sizes(is_chain: bool) -> None:
+    """The device is not asked for the rows' ends, which change under the graph."""
+    parents = [[-1, *range(199)] if is_chain else random_parents(200, row) for row in range(3)]
+    passes = [
+        make_ragged((parents, [900, 40, 3], counts, is_chain), (8, 2, 64, 64), torch.bfloat16, is_known=False)
+        for counts in ([200, 3, 0], [0, 103, 100], [100, 1, 102])
+    ]
+    layout, query, case = passes[0].layout(), passes[0].query().clone(), passes[0].case
+    if not is_chain:
+        layout.paths = layout.path_slots
+
+    def attend() -> torch.Tensor:
+        return launch_tree_attention(query, case.key_cache, case.value_cache, layout, case.scaling)
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    for ragged in passes[::-1]:
+        now = ragged.layout()
+        for tensor, new in ((layout.starts, now.starts), (layout.depths, now.depths), (query, ragged.query())):
+            tensor.copy_(new)
+        if not is_chain:
+            layout.paths.copy_(now.path_slots)
+        case.key_cache.copy_(ragged.case.key_cache)
+        case.value_cache.copy_(ragged.case.value_cache)
+        graph.replay()
+        for row, nodes in ragged.rows():
+            assert torch.equal(out[:, nodes], ragged.alone(row).run_kernel())
 
 
 @NEEDS_TRITON
