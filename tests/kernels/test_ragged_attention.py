@@ -251,12 +251,13 @@ def test_a_captured_pass_serves_rows_of_other_sizes(is_chain: bool) -> None:
         make_ragged((parents, [900, 40, 3], counts, is_chain), (8, 2, 64, 64), torch.bfloat16, is_known=False)
         for counts in ([200, 3, 0], [0, 103, 100], [100, 1, 102])
     ]
-    layout, query, case = passes[0].layout(), passes[0].query().clone(), passes[0].case
+    case, layout, query = passes[0].case, passes[0].layout(), passes[0].query().clone()
+    keys, values = case.key_cache.clone(), case.value_cache.clone()
     if not is_chain:
         layout.paths = layout.path_slots
 
     def attend() -> torch.Tensor:
-        return launch_tree_attention(query, case.key_cache, case.value_cache, layout, case.scaling)
+        return launch_tree_attention(query, keys, values, layout, case.scaling)
 
     attend()
     graph = torch.cuda.CUDAGraph()
@@ -268,8 +269,8 @@ def test_a_captured_pass_serves_rows_of_other_sizes(is_chain: bool) -> None:
             tensor.copy_(new)
         if not is_chain:
             layout.paths.copy_(now.path_slots)
-        case.key_cache.copy_(ragged.case.key_cache)
-        case.value_cache.copy_(ragged.case.value_cache)
+        keys.copy_(ragged.case.key_cache)
+        values.copy_(ragged.case.value_cache)
         graph.replay()
         for row, nodes in ragged.rows():
             assert torch.equal(out[:, nodes], ragged.alone(row).run_kernel())
