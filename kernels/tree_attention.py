@@ -19,6 +19,9 @@ decoding one token at a time gives. Three rules make it so:
 * An invisible key adds exact zeros, so a tile of such keys may be computed or skipped. Sizes that vary from pass to pass do
   not specialise the code.
 
+**Ragged passes.** Rows may have different numbers of nodes, or none (`TreeLayout.starts`). A tile has query rows of one row
+of the batch only, and a program finds its row on the device. Each row therefore gets the bits that it gets alone.
+
 **Two ways to the same bits.** Few nodes: programs of two kinds take one split each, and a second kernel adds the splits up.
 In the splits that lie in the prefix all nodes share their keys, and a program takes BLOCK_M rows, which are a key-value
 group's query heads for several nodes. In the splits from T on, every node has its own program, which gathers the node's own

@@ -34,7 +34,7 @@ class TreeLayout:
         starts: [B + 1] int64, which makes the pass ragged: row b has the flat nodes `starts[b]` to `starts[b + 1] - 1`, and
             its node j is stored at storage index `lengths[b] + j`. Flat nodes from `starts[B]` on are no row's; nothing is
             read or written for them. `host_starts` is the same on the host, or None if the host does not know it.
-        max_nodes: ragged only: no row has more nodes.
+        max_nodes: ragged only: a bound on a row's nodes; None if F is the best bound known.
     """
 
     block_tables: torch.Tensor
