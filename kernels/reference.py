@@ -312,6 +312,47 @@ def tree_paths_reference(
     return paths
 
 
+def ngram_lookup_reference(
+    history: torch.Tensor, rows: torch.Tensor | None, num_tokens: torch.Tensor, num_draft_tokens: int, max_match: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The continuation of each text's longest earlier match of its ending; among equally long ones, of the latest.
+
+    Args:
+        history: [S, C] int64. What stands after a text's end does not matter.
+        rows: [B] int64, each text's row of the history; None for all rows in their order.
+        num_tokens: [B] int64; a text may be empty.
+        num_draft_tokens: K.
+        max_match: longest ending that is compared; longer matches count as this long.
+
+    Returns:
+        Draft tokens [B, K], -1 throughout where nothing matches, and the match's length [B], 0 for none. A continuation
+        that reaches the text's end starts over after the match, which is right where the text repeats.
+    """
+    if not history.is_cuda:
+        # Elsewhere asking for the longest would wait for the device.
+        history = history[:, : max(1, int(num_tokens.max()))]
+    if rows is not None:
+        history = history[rows]
+    B, C = history.shape
+    index = torch.arange(C, device=history.device)
+    # run[b, j]: how many tokens ending at j equal the row's ending.
+    run = torch.zeros(B, C, dtype=torch.int64, device=history.device)
+    is_equal = (index < num_tokens[:, None] - 1).clone()
+    for back in range(min(max_match, C)):
+        last = history.gather(1, (num_tokens - 1 - back).clamp(min=0)[:, None])
+        is_equal[:, back:] &= history[:, : C - back] == last
+        is_equal[:, :back] = False
+        is_equal &= (back < num_tokens)[:, None]
+        run += is_equal
+    # Longest first, then latest.
+    best = (run * C + index).argmax(1)
+    matched = run.gather(1, best[:, None])[:, 0]
+    period = (num_tokens - 1 - best).clamp(min=1)[:, None]
+    wanted = best[:, None] + 1 + torch.arange(num_draft_tokens, device=history.device) % period
+    drafts = history.gather(1, wanted.clamp(max=C - 1))
+    return torch.where((matched > 0)[:, None], drafts, -1), matched
+
+
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """A linear layer, summed in float32 and rounded once: [..., OUT] from x [..., IN], weight [OUT, IN] and bias [OUT]."""
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)

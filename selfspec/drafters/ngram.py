@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from selfspec.kernels.jit import is_compiled_for
+from selfspec.kernels.ngram_lookup import ngram_lookup
 from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Outcome, Proposal
 from selfspec.tree import chain
 
@@ -59,7 +60,7 @@ class NgramDrafter(Drafter):
         K = num_draft_tokens
         if K == 0:
             return Proposal(chain(batch.roots))
-        drafts, matched = lookup(batch.history, batch.num_tokens, K, self.max_match)
+        drafts, matched = ngram_lookup(batch.history, None, batch.num_tokens, K, self.max_match)
         drafts = torch.where((matched >= self.min_match)[:, None], drafts, -1)
         self._counts = self._counts.to(drafts.device)
         trials, hits = self._counts
@@ -71,47 +72,24 @@ class NgramDrafter(Drafter):
         return Proposal(tree, state=matched)
 
     def commit(self, batch: Batch, proposal: Proposal, outcome: Outcome) -> None:
-        """Count, for every depth that was reached, whether its draft was accepted. Old counts fade, because texts change."""
-        tree, matched = proposal.tree, proposal.state
-        K = tree.max_depth
-        if matched is None or K == 0:
-            return
-        depths = torch.arange(K, device=tree.tokens.device)
-        is_reached = (tree.tokens[:, 1:] >= 0) & (depths <= outcome.acceptance.num_accepted[:, None])
-        is_hit = is_reached & (depths < outcome.acceptance.num_accepted[:, None])
-        events = torch.stack([is_reached, is_hit]).to(self._counts.dtype)  # [2, B, K]
-        self._counts[:, :, :K].index_add_(1, matched, events)
-        self._counts *= (MEMORY / self._counts[0]).clamp(max=1.0)
+        if proposal.state is not None:
+            count(self._counts, proposal.state, proposal.tree.tokens, outcome.acceptance.num_accepted)
 
 
-def lookup(
-    history: torch.Tensor, num_tokens: torch.Tensor, num_draft_tokens: int, max_match: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The continuation of each row's longest earlier match of its ending; among equally long ones, of the latest.
+def count(counts: torch.Tensor, matched: torch.Tensor, tokens: torch.Tensor, num_accepted: torch.Tensor) -> None:
+    """Count, for every depth that was reached, whether its draft was accepted. Old counts fade, because texts change.
+
+    A function of tensors that changes `counts` in place, so that a graph can run it.
 
     Args:
-        history: [B, C] int64.
-        num_tokens: [B].
-
-    Returns:
-        Draft tokens [B, K], -1 throughout where nothing matches, and the match's length [B], 0 for none. A continuation
-        that reaches the row's end starts over after the match, which is right where the text repeats.
+        counts: [2, M + 1, K] trials and hits by match length and depth, float32.
+        matched: [B] int64, the length of each row's match.
+        tokens: [B, 1 + K'] int64, each row's root and draft tokens, K' at most K.
+        num_accepted: [B] int64.
     """
-    B, C = history.shape
-    index = torch.arange(C, device=history.device)
-    # run[b, j]: how many tokens ending at j equal the row's ending.
-    run = torch.zeros(B, C, dtype=torch.int64, device=history.device)
-    is_equal = (index < num_tokens[:, None] - 1).clone()
-    for back in range(min(max_match, C)):
-        last = history.gather(1, (num_tokens - 1 - back).clamp(min=0)[:, None])
-        is_equal[:, back:] &= history[:, : C - back] == last
-        is_equal[:, :back] = False
-        is_equal &= (back < num_tokens)[:, None]
-        run += is_equal
-    # Longest first, then latest.
-    best = (run * C + index).argmax(1)
-    matched = run.gather(1, best[:, None])[:, 0]
-    period = (num_tokens - 1 - best).clamp(min=1)[:, None]
-    wanted = best[:, None] + 1 + torch.arange(num_draft_tokens, device=history.device) % period
-    drafts = history.gather(1, wanted.clamp(max=C - 1))
-    return torch.where((matched > 0)[:, None], drafts, -1), matched
+    K = tokens.shape[1] - 1
+    depths = torch.arange(K, device=tokens.device)
+    is_reached = (tokens[:, 1:] >= 0) & (depths <= num_accepted[:, None])
+    is_hit = is_reached & (depths < num_accepted[:, None])
+    counts[:, :, :K].index_add_(1, matched, torch.stack([is_reached, is_hit]).to(counts.dtype))
+    counts.mul_((MEMORY / counts[0]).clamp(max=1.0))

@@ -18,7 +18,8 @@ from selfspec.api import generate
 from selfspec.config import SamplingParams
 from selfspec.drafters import Drafter, DraftModelDrafter, NgramDrafter, NoDrafter, load_drafter
 from selfspec.drafters.draft_model import check_same_tokenizer, fit_vocab
-from selfspec.drafters.ngram import lookup
+from selfspec.drafters.ngram import MEMORY, count
+from selfspec.kernels.ngram_lookup import ngram_lookup
 from selfspec.loop.batch import Batch
 from selfspec.loop.decode import decode
 from selfspec.loop.drafter import Proposal
@@ -106,7 +107,7 @@ def test_lookup_equals_a_naive_search(rows: list[list[int]], num_drafts: int, ma
     """
     width = max(len(row) for row in rows) + spare
     history = torch.tensor([row + [row[-1]] * (width - len(row)) for row in rows])
-    drafts, matched = lookup(history, torch.tensor([len(row) for row in rows]), num_drafts, max_match)
+    drafts, matched = ngram_lookup(history, None, torch.tensor([len(row) for row in rows]), num_drafts, max_match)
     expected = [naive_lookup(row, num_drafts, max_match) for row in rows]
     assert drafts.tolist() == [tokens for tokens, _ in expected]
     assert matched.tolist() == [length for _, length in expected]
@@ -124,7 +125,7 @@ def test_lookup_equals_a_naive_search(rows: list[list[int]], num_drafts: int, ma
     ids=["longest", "most recent", "repetition", "no match", "one token"],
 )
 def test_lookup_by_example(tokens: list[int], drafts: list[int], length: int) -> None:
-    found, matched = lookup(torch.tensor([tokens]), torch.tensor([len(tokens)]), 4, 8)
+    found, matched = ngram_lookup(torch.tensor([tokens]), None, torch.tensor([len(tokens)]), 4, 8)
     assert (found[0].tolist(), int(matched[0])) == (drafts, length)
 
 
@@ -176,6 +177,20 @@ def test_ngram_scores_its_drafts_with_how_often_such_drafts_held() -> None:
                 trials[key], hits[key] = count * fade, hits[key] * fade
         text += step.emitted[0]
     assert num_held > 64 and num_failed > 5 and max(trials.values()) == 64
+
+
+def test_counts_are_changed_in_place_and_only_by_drafts_that_were_reached() -> None:
+    """A graph keeps the tensor's address. A row without drafts, or without a match, counts nothing."""
+    counts = torch.full((2, 4, 3), 4.0)
+    counts[0, 3, 0], counts[1, 3, 0] = MEMORY, MEMORY / 2
+    address = counts.data_ptr()
+    tokens = torch.tensor([[9, 1, 2], [9, 1, 2], [9, 1, -1], [9, -1, -1], [0, -1, -1]])
+    count(counts, torch.tensor([3, 2, 2, 2, 0]), tokens, torch.tensor([0, 2, 1, 0, 0]))
+    faded = MEMORY / (MEMORY + 1)
+    trials = torch.tensor([[4.0, 4, 4], [4, 4, 4], [6, 5, 4], [MEMORY, 4, 4]])
+    hits = torch.tensor([[4.0, 4, 4], [4, 4, 4], [6, 5, 4], [MEMORY / 2 * faded, 4, 4]])
+    torch.testing.assert_close(counts, torch.stack([trials, hits]))
+    assert counts.data_ptr() == address
 
 
 # Draft models.
