@@ -1,4 +1,5 @@
 """The specification of every kernel: one function of naive torch per kernel, written to be read and compared against.
+Those of the kernels that grow trees are in reference_growth.py.
 
 Each function has the name of its kernel with `_reference`, and the same signature. A kernel's public function calls it where
 neither Triton nor a faster form in torch serves; nothing outside this folder and the tests does.
@@ -20,9 +21,6 @@ from selfspec.kernels.slots import slots_of
 
 if TYPE_CHECKING:
     from selfspec.kernels.rms_norm import Norm
-
-# Where a tree grows, NaN, -inf and every lower number count as this. Its sum with any usual logit is finite in float32.
-LEAST = -3.0e38
 
 
 def tree_attention_reference(
@@ -207,46 +205,6 @@ def _kept_tokens(
     is_kept = is_in_top_k & ((above < top_p.double() * total) | (top_p >= 1)) & (weights >= min_p.double())
     is_kept = is_kept | (num_above == 0)
     return torch.zeros_like(is_kept).scatter_(-1, indices, is_kept)
-
-
-def grow_layer_reference(
-    logits: torch.Tensor,
-    beam: torch.Tensor,
-    beam_scores: torch.Tensor,
-    *,
-    num_children: int,
-    width: int,
-    first_node: int,
-    depth: int,
-    token_ids: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Give every node of the beam its k likeliest children; the best of all these children are the next beam.
-
-    Logits and scores that are NaN or below `LEAST` count as `LEAST`. Of equal numbers any may come first here; in the
-    kernel it is the first.
-
-    Args:
-        logits: [B, W, V].
-        beam, beam_scores: [B, W] int64 and float32: each node's number in the tree and its path's log-probability.
-        num_children: k, at most V.
-        width: the next beam has W' = min(width, W * k) nodes.
-        first_node, depth: the first child's number in the tree, and the children's depth.
-        token_ids: [V] int64, the target's id for each draft id; None where they are the same.
-
-    Returns:
-        The fields of `tree_growth.Layer`: [3, B, W * k], [B, W * k], [3, B, W'] and [B, W'].
-    """
-    logits = logits.float()
-    best = torch.where(logits > LEAST, logits, LEAST).log_softmax(-1).topk(num_children, dim=-1)
-    tokens = best.indices if token_ids is None else token_ids[best.indices]
-    tokens = tokens.flatten(1)  # [B, W * k]
-    scores = (beam_scores[:, :, None] + best.values).flatten(1)
-    scores = torch.where(scores > LEAST, scores, LEAST)
-    parents = beam.repeat_interleave(num_children, dim=1)
-    chosen = scores.topk(min(width, tokens.shape[1]), dim=1)
-    parent_places = chosen.indices // num_children
-    next_beam = torch.stack([first_node + chosen.indices, tokens.gather(1, chosen.indices), parent_places])
-    return torch.stack([tokens, parents, torch.full_like(tokens, depth)]), scores, next_beam, chosen.values
 
 
 def tree_accept_reference(

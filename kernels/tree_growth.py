@@ -6,6 +6,8 @@
 There are two launches. First, a program finds the greatest logits of one chunk of a node's vocabulary, and the chunk's share
 of the softmax. Then one program per text merges the chunks and grows the layer. The first of equal numbers counts as the
 greatest. Logits and scores that are NaN or -inf count as `LEAST`, which is about the least finite number.
+
+`likeliest` begins in the same way, and then merges each node's chunks, where no tree grows with the distributions.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from selfspec.kernels.jit import is_compiled_for, jit, tl, triton
-from selfspec.kernels.reference import LEAST, grow_layer_reference
+from selfspec.kernels.reference_growth import LEAST, grow_layer_reference, likeliest_reference
 
 # Logits of a chunk.
 BLOCK_V = 2048
@@ -70,6 +72,60 @@ def _top_of_chunk_kernel(
         x = tl.where(offs_v == chunk * BLOCK_V + at, -float("inf"), x)
 
 
+@jit()
+def _merge_chunks(
+    values_ptr,
+    max_ptr,
+    sum_ptr,
+    row,
+    mask_w,
+    num_chunks,
+    LEAST: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_CK: tl.constexpr,
+):
+    """The candidates [BLOCK_W, BLOCK_CK] of the rows `row`, their greatest logits, and the log of their softmax's sums."""
+    offs_c = tl.arange(0, BLOCK_C)
+    mask_c = mask_w[:, None] & (offs_c < num_chunks)
+    part_max = tl.load(max_ptr + row[:, None] * num_chunks + offs_c, mask=mask_c, other=LEAST)
+    part_sum = tl.load(sum_ptr + row[:, None] * num_chunks + offs_c, mask=mask_c, other=0.0)
+    row_max = tl.max(part_max, 1)
+    total = tl.sum(part_sum * tl.exp(part_max - row_max[:, None]), 1)
+    offs_ck = tl.arange(0, BLOCK_CK)
+    mask_ck = mask_w[:, None] & (offs_ck < num_chunks * K)
+    x = tl.load(values_ptr + row[:, None] * num_chunks * K + offs_ck, mask=mask_ck, other=-float("inf"))
+    return x, row_max, tl.log(tl.where(mask_w, total, 1.0))
+
+
+@jit(do_not_specialize=("num_chunks",))
+def _likeliest_kernel(
+    values_ptr,
+    indices_ptr,
+    max_ptr,
+    sum_ptr,
+    tokens_ptr,
+    log_probs_ptr,
+    num_chunks,
+    LEAST: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_CK: tl.constexpr,
+):
+    # A beam of one node.
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    x, row_max, log_total = _merge_chunks(
+        values_ptr, max_ptr, sum_ptr, row, row >= 0, num_chunks, LEAST, K, BLOCK_C, BLOCK_CK
+    )
+    offs_ck = tl.arange(0, BLOCK_CK)
+    for i in tl.static_range(K):
+        at = tl.argmax(x, 1, tie_break_left=True)
+        log_prob = (tl.max(x, 1) - row_max) - log_total
+        tl.store(tokens_ptr + row * K + i, tl.load(indices_ptr + row * num_chunks * K + at).to(tl.int64))
+        tl.store(log_probs_ptr + row * K + i, tl.where(log_prob > LEAST, log_prob, LEAST))
+        x = tl.where(offs_ck == at[:, None], -float("inf"), x)
+
+
 @jit(do_not_specialize=("num_rows", "first_node", "depth", "num_chunks"))
 def _grow_layer_kernel(
     values_ptr,
@@ -100,20 +156,10 @@ def _grow_layer_kernel(
     offs_w = tl.arange(0, BLOCK_W)
     mask_w = offs_w < W
     row = b * W + offs_w
-    offs_c = tl.arange(0, BLOCK_C)
-    mask_c = mask_w[:, None] & (offs_c < num_chunks)
-    part_max = tl.load(max_ptr + row[:, None] * num_chunks + offs_c, mask=mask_c, other=LEAST)
-    part_sum = tl.load(sum_ptr + row[:, None] * num_chunks + offs_c, mask=mask_c, other=0.0)
-    row_max = tl.max(part_max, 1)
-    total = tl.sum(part_sum * tl.exp(part_max - row_max[:, None]), 1)
     beam = tl.load(beam_ptr + row, mask=mask_w, other=0)
     before = tl.load(beam_scores_ptr + row, mask=mask_w, other=0.0)
-    log_total = tl.log(tl.where(mask_w, total, 1.0))
-
+    x, row_max, log_total = _merge_chunks(values_ptr, max_ptr, sum_ptr, row, mask_w, num_chunks, LEAST, K, BLOCK_C, BLOCK_CK)
     offs_ck = tl.arange(0, BLOCK_CK)
-    candidates = row[:, None] * num_chunks * K + offs_ck
-    mask_ck = mask_w[:, None] & (offs_ck < num_chunks * K)
-    x = tl.load(values_ptr + candidates, mask=mask_ck, other=-float("inf"))
     offs_k = tl.arange(0, BLOCK_K)
     scores = tl.full([BLOCK_W, BLOCK_K], -float("inf"), tl.float32)
     tokens = tl.zeros([BLOCK_W, BLOCK_K], tl.int64)
@@ -152,29 +198,57 @@ def _grow_layer_kernel(
         flat_scores = tl.where(offs == at, -float("inf"), flat_scores)
 
 
-def add_children(
-    tokens: torch.Tensor,
-    log_probs: torch.Tensor,
-    beam: torch.Tensor,
-    beam_scores: torch.Tensor,
-    *,
-    width: int,
-    first_node: int,
-    depth: int,
-) -> Layer:
-    """`grow_layer` for children that are chosen already.
+def likeliest(logits: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every row's likeliest tokens and their log-probabilities, [..., k] each, from logits [..., V].
 
-    Args:
-        tokens, log_probs: [B, W, k] int64 and floating point, the children of every node of the beam.
-        beam, beam_scores: [B, W] int64 and float32.
+    See `likeliest_reference`.
     """
-    k = tokens.shape[2]
-    tokens = tokens.flatten(1)  # [B, W * k]
-    scores = (beam_scores[:, :, None] + log_probs.float()).flatten(1)
-    parents = beam.repeat_interleave(k, dim=1)
-    chosen = scores.topk(min(width, tokens.shape[1]), dim=1)
-    next_beam = torch.stack([first_node + chosen.indices, tokens.gather(1, chosen.indices), chosen.indices // k])
-    return Layer(torch.stack([tokens, parents, torch.full_like(tokens, depth)]), scores, next_beam, chosen.values)
+    find = launch_likeliest if _has_kernel(logits, num_tokens, 1) else likeliest_reference
+    return find(logits, num_tokens)
+
+
+def launch_likeliest(logits: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`likeliest` by the kernels; shapes as there."""
+    *shape, V = logits.shape
+    K = num_tokens
+    assert 0 < K <= V, logits.shape
+    values, indices, part_max, part_sum = _top_of_chunks(logits.reshape(-1, V), K)
+    R, C, _ = values.shape
+    tokens = torch.empty(*shape, K, dtype=torch.int64, device=logits.device)
+    log_probs = torch.empty(*shape, K, device=logits.device)
+    _likeliest_kernel[(R,)](
+        values,
+        indices,
+        part_max,
+        part_sum,
+        tokens,
+        log_probs,
+        C,
+        LEAST=LEAST,
+        K=K,
+        BLOCK_C=triton.next_power_of_2(C),
+        BLOCK_CK=triton.next_power_of_2(C * K),
+        num_warps=4,
+    )
+    return tokens, log_probs
+
+
+def _has_kernel(logits: torch.Tensor, num_children: int, beam_width: int) -> bool:
+    num_candidates = -(-logits.shape[-1] // BLOCK_V) * num_children * beam_width
+    is_small = max(num_children, beam_width) <= MAX_CHILDREN and num_candidates <= MAX_CANDIDATES
+    return is_small and is_compiled_for(logits)
+
+
+def _top_of_chunks(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
+    """Values and indices [R, C, k], maxima and sums of exponentials [R, C] of the C chunks of logits [R, V]."""
+    R, V = logits.shape
+    C = triton.cdiv(V, BLOCK_V)
+    values = torch.empty(R, C, k, device=logits.device)
+    indices = torch.empty(R, C, k, dtype=torch.int32, device=logits.device)
+    part_max, part_sum = torch.empty(2, R, C, device=logits.device)
+    parts = (values, indices, part_max, part_sum)
+    _top_of_chunk_kernel[(R, C)](logits.contiguous(), *parts, V, LEAST=LEAST, K=k, BLOCK_V=BLOCK_V, num_warps=4)
+    return parts
 
 
 def grow_layer(
@@ -184,11 +258,8 @@ def grow_layer(
 
     `others` are the other arguments of `grow_layer_reference`.
     """
-    B, W, V = logits.shape
-    num_candidates = -(-V // BLOCK_V) * num_children * W
-    is_small = max(num_children, W) <= MAX_CHILDREN and num_candidates <= MAX_CANDIDATES
     run: Callable[..., tuple[torch.Tensor, ...]] = grow_layer_reference
-    if is_small and is_compiled_for(logits):
+    if _has_kernel(logits, num_children, logits.shape[1]):
         run = launch_grow_layer
     return Layer(*run(logits, beam, beam_scores, num_children=num_children, **others))
 
@@ -209,13 +280,8 @@ def launch_grow_layer(
     K, NEXT_W = num_children, min(width, W * num_children)
     assert beam.shape == beam_scores.shape == (B, W) and 0 < K <= V, (logits.shape, beam.shape)
     device = logits.device
-    C = triton.cdiv(V, BLOCK_V)
-    values = torch.empty(B * W, C, K, device=device)
-    indices = torch.empty(B * W, C, K, dtype=torch.int32, device=device)
-    part_max, part_sum = torch.empty(2, B * W, C, device=device)
-    _top_of_chunk_kernel[(B * W, C)](
-        logits.contiguous(), values, indices, part_max, part_sum, V, LEAST=LEAST, K=K, BLOCK_V=BLOCK_V, num_warps=4
-    )
+    values, indices, part_max, part_sum = _top_of_chunks(logits.reshape(B * W, V), K)
+    C = values.shape[1]
     nodes = torch.empty(3, B, W * K, dtype=torch.int64, device=device)
     scores = torch.empty(B, W * K, device=device)
     next_beam = torch.empty(3, B, NEXT_W, dtype=torch.int64, device=device)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from selfspec.kernels.tree_growth import Layer, add_children, grow_layer
+from selfspec.kernels.tree_growth import grow_layer
 
 
 @dataclass(frozen=True)
@@ -190,26 +190,15 @@ class TreeGrower:
         self.beam_scores = self._scores[0]
         self._num_nodes = 1
 
-    def expand(self, tokens: torch.Tensor, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give every node of the beam its children; the best of them are the next beam.
-
-        Args:
-            tokens, log_probs: [B, W, k] for the present beam's W nodes; at first only the root.
-
-        Returns:
-            The next beam's tokens [B, W'], and the index [B, W'] of each one's parent in the present beam.
-        """
-        settings = {"width": self.width, "first_node": self._num_nodes, "depth": len(self._depths)}
-        return self._append(add_children(tokens, log_probs, self._beam, self.beam_scores, **settings))
-
     def grow(self, logits: torch.Tensor, token_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """`expand` by the `width` likeliest children of each node, from logits [B, W, V].
+        """Give every node of the beam its `width` likeliest children; the best of them all are the next beam.
 
         Args:
+            logits: [B, W, V] for the present beam's W nodes; at first only the root.
             token_ids: [V] the target's id for each draft id, where they differ.
 
         Returns:
-            As `expand`: tokens and parents [B, W'].
+            The next beam's tokens [B, W'], and the index [B, W'] of each one's parent in the present beam.
         """
         layer = grow_layer(
             logits,
@@ -221,9 +210,6 @@ class TreeGrower:
             depth=len(self._depths),
             token_ids=token_ids,
         )
-        return self._append(layer)
-
-    def _append(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
         for kept, new in zip((self._tokens, self._parents, self._depths), layer.nodes, strict=True):
             kept.append(new)
         self._scores.append(layer.scores)

@@ -15,11 +15,13 @@ import torch
 
 from selfspec.drafters.growth import as_tensors, from_tensors
 from selfspec.heads.medusa import MedusaHead
+from selfspec.kernels.product_tree import product_tree
+from selfspec.kernels.tree_growth import likeliest
 from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Outcome, Proposal
 from selfspec.model.layers import private_copy
 from selfspec.model.load import lay_out
 from selfspec.model.target import FINAL, Target
-from selfspec.tree import CandidateTree, TreeGrower, chain
+from selfspec.tree import CandidateTree, chain
 
 if TYPE_CHECKING:
     from selfspec.loop.batch import Batch
@@ -94,16 +96,9 @@ class MedusaDrafter(Drafter):
 
     def _draft(self, hidden: torch.Tensor, roots: torch.Tensor, depth: int) -> CandidateTree:
         """The tree from features [B, E] and roots [B]. A function of tensors."""
-        embedded = self._embed(roots)
-        log_probs = self.head(hidden, embedded, self._lm_head, depth).float().log_softmax(-1)  # [B, K, V]
-        best = log_probs.topk(self.width, dim=-1)
-        grower = TreeGrower(roots, width=self.num_nodes)
-        beam = 1
-        for level in range(best.values.shape[1]):
-            shape = (len(roots), beam, self.width)
-            tokens, _ = grower.expand(best.indices[:, level, None].expand(shape), best.values[:, level, None].expand(shape))
-            beam = tokens.shape[1]
-        return grower.tree(self.num_nodes)
+        logits = self.head(hidden, self._embed(roots), self._lm_head, depth)  # [B, K, V]
+        tokens, parents, depths, scores = product_tree(roots, *likeliest(logits, self.width), self.num_nodes)
+        return CandidateTree(tokens, parents, depths, max_depth=min(depth, tokens.shape[1] - 1), scores=scores)
 
     def commit(self, batch: Batch, proposal: Proposal, outcome: Outcome) -> None:
         """Keep the feature of the last accepted node, the token before the new root."""

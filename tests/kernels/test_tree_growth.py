@@ -1,4 +1,4 @@
-"""A grown layer: the kernel against its twin."""
+"""A grown layer, and the likeliest tokens of rows: the kernels against their twins."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from kernel_cases import DEVICE, DTYPES, HAS_CUDA, NEEDS_TRITON
 
 from selfspec.kernels import tree_growth as tree_growth_file
-from selfspec.kernels.reference import LEAST, grow_layer_reference
-from selfspec.kernels.tree_growth import launch_grow_layer
+from selfspec.kernels.reference_growth import LEAST, grow_layer_reference, likeliest_reference
+from selfspec.kernels.tree_growth import launch_grow_layer, launch_likeliest
 
 pytestmark = NEEDS_TRITON
 
@@ -47,6 +47,39 @@ def test_a_grown_layer_is_the_twins(
                 assert got.dtype == expected.dtype
                 torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
             assert (ours[1] <= beam_scores.repeat_interleave(num_children, dim=1)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("vocab_size", "num_tokens"), [(1, 1), (33, 5), (70, 8), pytest.param(128_256, 10, marks=pytest.mark.gpu)]
+)
+def test_the_likeliest_are_the_twins(
+    vocab_size: int, num_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not HAS_CUDA:
+        monkeypatch.setattr(tree_growth_file, "BLOCK_V", 16)
+    generator = torch.Generator(DEVICE).manual_seed(vocab_size)
+    rank = torch.rand(2, 3, vocab_size, generator=generator, device=DEVICE).argsort(-1).argsort(-1)
+    logits = ((rank - vocab_size) * 0.5).clamp(min=-20).to(dtype)
+    if vocab_size > 20:
+        logits[:, :, 3] = torch.nan
+    ours, theirs = launch_likeliest(logits, num_tokens), likeliest_reference(logits, num_tokens)
+    assert torch.equal(ours[0], theirs[0])
+    torch.testing.assert_close(ours[1], theirs[1], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+def test_the_likeliest_are_the_first_of_equals_and_finite() -> None:
+    logits = torch.zeros(5, 40, device=DEVICE)
+    logits[1] = torch.nan
+    logits[2] = -torch.inf
+    logits[3, 1:] = -torch.inf
+    logits[4, 30] = torch.inf
+    tokens, log_probs = launch_likeliest(logits, 3)
+    assert tokens.tolist() == [*[[0, 1, 2]] * 4, [30, 0, 1]]
+    torch.testing.assert_close(log_probs[:3], torch.full_like(log_probs[:3], -math.log(40)))
+    assert torch.equal(log_probs[3:].cpu(), torch.tensor([[0.0, LEAST, LEAST], [LEAST, LEAST, LEAST]]))
+    torch.testing.assert_close(log_probs, likeliest_reference(logits, 3)[1])
 
 
 def test_a_grown_layer_takes_the_first_of_equals() -> None:
