@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from selfspec.kernels.tree_growth import grow_layer
+from selfspec.kernels.tree_prune import prune_tree
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,7 @@ class CandidateTree:
         A node is never kept without its parent, because scores never rise along a path and a tie goes to the lower index,
         the ancestor's.
         """
-        B, N = self.tokens.shape
-        if num_nodes >= N:
+        if num_nodes >= self.num_nodes:
             return self
         assert self.is_deterministic, "a sampled draft must not be selected by its own scores"
         if self.is_chain:
@@ -96,18 +96,13 @@ class CandidateTree:
                 max_depth=min(self.max_depth, num_nodes - 1),
             )
         assert self.scores is not None, "pruning a tree needs scores"
-        ranked = torch.where(self.is_real, self.scores, -torch.inf)
-        kept = ranked.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes].sort(dim=1).values
-        new_index = torch.full((B, N), -1, dtype=torch.int64, device=self.tokens.device)
-        new_index.scatter_(1, kept, torch.arange(num_nodes, device=self.tokens.device).expand(B, num_nodes))
-        parents = self.parents.gather(1, kept)
-        parents = torch.where(parents >= 0, new_index.gather(1, parents.clamp(min=0)), -1)
+        tokens, parents, depths, scores, kept = prune_tree(self.tokens, self.parents, self.depths, self.scores, num_nodes)
         return replace(
             self,
-            tokens=self.tokens.gather(1, kept),
+            tokens=tokens,
             parents=parents,
-            depths=self.depths.gather(1, kept),
-            scores=self.scores.gather(1, kept),
+            depths=depths,
+            scores=scores,
             origins=None if self.origins is None else self.origins.gather(1, kept),
             max_depth=min(self.max_depth, num_nodes - 1),
         )
@@ -180,13 +175,12 @@ class TreeGrower:
     """
 
     def __init__(self, roots: torch.Tensor, width: int) -> None:
-        B = roots.shape[0]
         self.width = width
-        self._tokens = [roots[:, None]]
-        self._parents = [torch.full_like(roots, -1)[:, None]]
-        self._depths = [torch.zeros_like(roots)[:, None]]
-        self._scores = [torch.zeros(B, 1, device=roots.device)]
-        self._beam = torch.zeros(B, 1, dtype=torch.int64, device=roots.device)
+        # Tokens, parents and depths [3, B, nodes] of each depth.
+        self._nodes = [torch.stack([roots, torch.full_like(roots, -1), torch.zeros_like(roots)])[:, :, None]]
+        self._scores = [torch.zeros(len(roots), 1, device=roots.device)]
+        # The root is node 0.
+        self._beam = self._nodes[0][2]
         self.beam_scores = self._scores[0]
         self._num_nodes = 1
 
@@ -207,11 +201,10 @@ class TreeGrower:
             num_children=min(self.width, logits.shape[-1]),
             width=self.width,
             first_node=self._num_nodes,
-            depth=len(self._depths),
+            depth=len(self._nodes),
             token_ids=token_ids,
         )
-        for kept, new in zip((self._tokens, self._parents, self._depths), layer.nodes, strict=True):
-            kept.append(new)
+        self._nodes.append(layer.nodes)
         self._scores.append(layer.scores)
         self._num_nodes += layer.scores.shape[1]
         self._beam, tokens, parents = layer.beam
@@ -220,10 +213,6 @@ class TreeGrower:
 
     def tree(self, num_nodes: int) -> CandidateTree:
         """The tree of the best `num_nodes` candidates, root included."""
-        return CandidateTree(
-            tokens=torch.cat(self._tokens, dim=1),
-            parents=torch.cat(self._parents, dim=1),
-            depths=torch.cat(self._depths, dim=1),
-            max_depth=len(self._depths) - 1,
-            scores=torch.cat(self._scores, dim=1),
-        ).prune(num_nodes)
+        tokens, parents, depths = torch.cat(self._nodes, dim=2)
+        scores = torch.cat(self._scores, dim=1)
+        return CandidateTree(tokens, parents, depths, max_depth=len(self._nodes) - 1, scores=scores).prune(num_nodes)
