@@ -31,11 +31,7 @@ from selfspec.loop.planner import Planner
 from selfspec.loop.sequence import Request
 from selfspec.model.target import Target
 from selfspec.plan.formulas import speedup
-from selfspec.traffic.prompt_files import PromptRow, read_prompts
-
-DATA = Path(__file__).parents[1] / "data"
-BENCHMARKS = ("spec_bench", "humaneval")
-DEMO_PROMPTS = DATA / "demo_prompts.jsonl"
+from selfspec.traffic.prompt_files import PromptRow
 
 # The baselines are this runtime's plain decoding (`PLAIN`) and transformers' generate.
 BASELINE = "transformers"
@@ -97,27 +93,6 @@ class Summary:
     num_identical: int
     costs: Costs | None
     predicted_speedup: float | None
-
-
-def read_benchmark(name: str | Path) -> list[PromptRow]:
-    """The prompts of a packaged benchmark (`spec_bench`, `humaneval`) or of a file."""
-    return read_prompts(DATA / f"{name}.jsonl" if name in BENCHMARKS else Path(name))
-
-
-def choose_prompts(rows: Sequence[PromptRow], num_per_task: int | None) -> dict[str, list[PromptRow]]:
-    """Rows by task. `num_per_task` keeps that many of each task, spread evenly over its rows."""
-    tasks: dict[str, list[PromptRow]] = {}
-    for row in rows:
-        tasks.setdefault(row.category or "all", []).append(row)
-    if num_per_task is None:
-        return tasks
-    return {task: spread(of, num_per_task) for task, of in tasks.items() if num_per_task}
-
-
-def spread(rows: Sequence[PromptRow], count: int) -> list[PromptRow]:
-    """At most `count` rows, spread evenly over all."""
-    count = min(count, len(rows))
-    return [rows[i * len(rows) // count] for i in range(count)]
 
 
 @dataclass(frozen=True, kw_only=True)

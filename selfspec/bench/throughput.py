@@ -12,7 +12,6 @@ streams whose drafts were accepted have ended, and the slowest decode alone.
 from __future__ import annotations
 
 import json
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,13 +20,12 @@ from statistics import median
 
 from selfspec.api import Completion
 from selfspec.bench.compare import PLAIN
-from selfspec.bench.tasks import choose_prompts, environment
+from selfspec.bench.tasks import environment
 from selfspec.config import SamplingParams
 from selfspec.drafters import Drafter
 from selfspec.engine import SpecEngine
 from selfspec.loop.sequence import Request
 from selfspec.model.target import Target
-from selfspec.traffic.prompt_files import PromptRow
 
 
 @dataclass(frozen=True)
@@ -66,17 +64,6 @@ class Throughput:
     worst_ratio: float
     acceptance_length: float
     num_identical: int
-
-
-def mixed(rows: Sequence[PromptRow]) -> list[PromptRow]:
-    """The prompts in a fixed order in which every stretch holds each task's share of prompts."""
-    shuffled = random.Random(0).sample(rows, len(rows))
-    places = {
-        row.id: (number + 0.5) / len(task)
-        for task in choose_prompts(shuffled, None).values()
-        for number, row in enumerate(task)
-    }
-    return sorted(shuffled, key=lambda row: places[row.id])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ def compare(
     if baseline not in (None, "transformers"):
         raise ValueError(f"--baseline {baseline!r} is not known: use transformers or leave it out")
 
-    from selfspec.bench.tasks import DEMO_PROMPTS
+    from selfspec.bench.prompts import DEMO_PROMPTS
     from selfspec.cli import display
 
     rows = read_prompts(prompt_file or DEMO_PROMPTS)
@@ -83,7 +83,7 @@ def demo(
     if target.target is None:
         fetch_quietly()
 
-    from selfspec.bench.tasks import DEMO_PROMPTS
+    from selfspec.bench.prompts import DEMO_PROMPTS
     from selfspec.cli import display
 
     rows = read_prompts(DEMO_PROMPTS)
@@ -116,9 +116,10 @@ def bench(
     Example: selfspec bench --drafters ngram,eagle --per-task 5 --output bench.json
     """
     from selfspec.bench import tasks as benchmark
+    from selfspec.bench.prompts import choose_prompts, read_benchmark
     from selfspec.cli import display
 
-    tasks = benchmark.choose_prompts(benchmark.read_benchmark(prompts), per_task)
+    tasks = choose_prompts(read_benchmark(prompts), per_task)
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     with display.stage(f"loading {source_of(target)}"):
         loaded = load_for_bench(target, drafters, draft, expand)
@@ -166,9 +167,10 @@ def bench_engine(
 
     from selfspec.bench import tasks as benchmark
     from selfspec.bench import throughput
+    from selfspec.bench.prompts import mixed, read_benchmark
     from selfspec.cli import display
 
-    rows = throughput.mixed(benchmark.read_benchmark(prompts))
+    rows = mixed(read_benchmark(prompts))
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     with display.stage(f"loading {source_of(target)}"):
         loaded = load_for_bench(target, drafter, draft, expand)

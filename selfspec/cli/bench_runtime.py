@@ -135,8 +135,8 @@ class RuntimeOptions:
 
     def settings(self, loaded: Loaded, revision: str | None) -> "RuntimeSettings":
         """These options for a loaded target; the prompts are read, and contexts without a value follow the target."""
+        from selfspec.bench.prompts import read_benchmark, spread
         from selfspec.bench.runtime import RuntimeSettings
-        from selfspec.bench.tasks import read_benchmark, spread
 
         most = loaded.target.context_length - max(self.tree_sizes)
         default = [context for context in CONTEXTS if context <= most]

@@ -1,8 +1,11 @@
 """What the commands show: results on stdout; progress on stderr, and without a terminal only that of slow commands."""
 
+from __future__ import annotations
+
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -11,13 +14,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from selfspec.bench.compare import Mode, TimedAnswer, first_difference
-from selfspec.bench.tasks import Summary
-from selfspec.bench.throughput import Throughput
-from selfspec.cli.doctor import Finding
-from selfspec.plan.predict import Plan
-from selfspec.traffic.conversations import Report
-from selfspec.traffic.prompt_files import PromptRow
+if TYPE_CHECKING:
+    from selfspec.bench.compare import Mode, TimedAnswer
+    from selfspec.bench.tasks import Summary
+    from selfspec.bench.throughput import Throughput
+    from selfspec.cli.doctor import Finding
+    from selfspec.plan.predict import Plan
+    from selfspec.traffic.conversations import Report
+    from selfspec.traffic.prompt_files import PromptRow
 
 stdout = Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
@@ -67,6 +71,8 @@ def show_comparison(modes: Sequence[Mode], answer_ids: Sequence[str | int]) -> N
 
 
 def _verdict(mode: Mode, baseline: Mode, answer_ids: Sequence[str | int]) -> Text:
+    from selfspec.bench.compare import first_difference
+
     difference = first_difference(mode, baseline)
     if difference is None:
         return Text("identical", style="green")

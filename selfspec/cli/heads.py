@@ -119,7 +119,7 @@ def verify_head(
 
     Example: selfspec verify-head heads/mine --num-prompts 24
     """
-    from selfspec.bench.tasks import DEMO_PROMPTS
+    from selfspec.bench.prompts import DEMO_PROMPTS
     from selfspec.cli import display
     from selfspec.interop import load_as_stored
     from selfspec.interop.verify import verify_head

@@ -8,7 +8,7 @@ import os
 import typer
 
 from selfspec.cli import app as page
-from selfspec.cli import bench, bench_runtime, doctor, fetch, generate, plan, serve
+from selfspec.cli import bench, bench_runtime, bench_serve, doctor, fetch, generate, plan, serve
 from selfspec.cli.data import app as data_app
 from selfspec.cli.heads import app as heads_app
 
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 # In the order that `selfspec --help` shows.
-for commands in (generate, serve, page, bench, bench_runtime, plan, fetch, doctor):
+for commands in (generate, serve, page, bench, bench_runtime, bench_serve, plan, fetch, doctor):
     commands.register(app)
 app.add_typer(data_app, name="data")
 app.add_typer(heads_app)

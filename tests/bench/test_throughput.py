@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from selfspec import SamplingParams, Target
-from selfspec.bench.tasks import read_benchmark
-from selfspec.bench.throughput import ThroughputRun, ThroughputSettings, measure_throughput, mixed, summarise_throughput
+from selfspec.bench.prompts import mixed, read_benchmark
+from selfspec.bench.throughput import ThroughputRun, ThroughputSettings, measure_throughput, summarise_throughput
 from selfspec.cli.main import app
 from selfspec.drafters import NgramDrafter
 

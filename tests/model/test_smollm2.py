@@ -15,7 +15,7 @@ from support import MadeOnce
 from transformers import AutoModelForCausalLM
 
 from selfspec import SamplingParams, Target, generate, load_drafter
-from selfspec.bench.tasks import read_benchmark
+from selfspec.bench.prompts import read_benchmark
 from selfspec.model.default_target import default_target
 from selfspec.model.layers import decoder_layers, with_layers
 
