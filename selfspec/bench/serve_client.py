@@ -197,15 +197,19 @@ class Server:
                     return usage
                 if not line.startswith(b"data:"):
                     continue
-                chunk = json.loads(line[5:])
+                try:
+                    chunk = json.loads(line[5:])
+                    choices, usage = chunk.get("choices") or (), chunk.get("usage") or usage
+                    has_text = any(
+                        choice.get("text") or any(map((choice.get("delta") or {}).get, TEXTS)) for choice in choices
+                    )
+                    is_whole = is_whole or any(choice.get("finish_reason") is not None for choice in choices)
+                except (ValueError, TypeError, AttributeError) as error:
+                    raise Refused("sent what is no chunk of OpenAI's API") from error
                 if "error" in chunk:
                     raise Refused(f"gave up: {_message(chunk) or 'no reason given'}")
-                usage = chunk.get("usage") or usage
-                for choice in chunk.get("choices") or ():
-                    delta = choice.get("delta") or {}
-                    if choice.get("text") or any(map(delta.get, TEXTS)):
-                        times.append(now)
-                    is_whole = is_whole or choice.get("finish_reason") is not None
+                if has_text:
+                    times.append(now)
         if not is_whole:
             raise Cut("the connection ended before the answer did")
         return usage

@@ -135,7 +135,7 @@ class BenchServeOptions:
     def servers(self, urls: Sequence[str]) -> list[Server]:
         """One for each address."""
         if self.name and len(self.name) != len(urls):
-            raise ValueError(f"--name is given {_times(len(self.name))} for {len(urls)} servers: give one for each")
+            raise ValueError(f"--name is given {_times(len(self.name))} for {_servers(urls)}: give one for each")
         keys = self.api_key or [key for key in [os.environ.get("SELFSPEC_API_KEY")] if key]
         names = list(self.name) or list(_names(urls))
         if len(set(names)) < len(names):
@@ -151,7 +151,7 @@ class BenchServeOptions:
 def _for_each(option: str, values: Sequence[str], urls: Sequence[str]) -> list[str | None]:
     """A value for each server: its own, the one for all, or none."""
     if len(values) not in (0, 1, len(urls)):
-        raise ValueError(f"{option} is given {_times(len(values))} for {len(urls)} servers: give it once, or once for each")
+        raise ValueError(f"{option} is given {_times(len(values))} for {_servers(urls)}: give it once, or once for each")
     if not values:
         return [None] * len(urls)
     return list(values) if len(values) == len(urls) else [values[0]] * len(urls)
@@ -159,6 +159,10 @@ def _for_each(option: str, values: Sequence[str], urls: Sequence[str]) -> list[s
 
 def _times(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+def _servers(urls: Sequence[str]) -> str:
+    return "1 server" if len(urls) == 1 else f"{len(urls)} servers"
 
 
 def _names(urls: Sequence[str]) -> Iterator[str]:

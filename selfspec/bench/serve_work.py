@@ -115,7 +115,7 @@ class Prompts:
 
 def text_from(rows: Sequence[PromptRow], index: int, num_chars: int) -> str:
     """That many characters of the rows' texts, from one row on and around."""
-    texts, length = [], 0
+    texts, length = [], -1
     while length < num_chars:
         texts.append(text_of(rows[index % len(rows)]))
         length += len(texts[-1]) + 1

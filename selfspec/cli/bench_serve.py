@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from selfspec.bench.serve_work import Prompts
 
 EXPLANATION = """\
-Tokens/s: while all streams were busy, and over the whole run. Times in ms, of half and of 99 % of them at most: to the
-first token, between streamed chunks, for each token after the first, and for the whole answer. Accept length: tokens per
-target pass, bonus token included, where the server counts them."""
+Tokens/s: while all streams were busy, and over the whole run.
+Accept length: tokens per target pass by the server's count, bonus token included.
+Times in ms: to the first token; between streamed chunks; for each token after
+the first; for the whole answer."""
 
 
 def register(cli: typer.Typer) -> None:
@@ -92,16 +93,14 @@ def tables(runs: Sequence["Run"]) -> "list[Table]":
 
     def table(*headings: str) -> Table:
         # Two tables, because one would not fit into 80 columns.
-        made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
         made.add_column("load", no_wrap=True)
-        made.add_column("server", overflow="fold", min_width=12)
+        made.add_column("server", overflow="fold", min_width=8)
         for heading in headings:
             made.add_column(heading, justify="right", no_wrap=True)
         return made
 
-    rates = table(
-        "done", "failed", "tokens/s\nbusy", "tokens/s\nwhole", "requests\n/s", "at\nonce", "prompt\ntokens", "accept\nlength"
-    )
+    rates = table("done", "failed", "tokens/s\nbusy", "tokens/s\nwhole", "requests\n/s", "prompt\ntokens", "accept\nlength")
     times = table(*(f"{what}\n{share}" for what in ("first", "chunks", "token", "whole") for share in ("p50", "p99")))
     for name in dict.fromkeys(run.load.name for run in runs):
         for number, run in enumerate(run for run in runs if run.load.name == name):

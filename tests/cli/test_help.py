@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from selfspec.cli.main import app
 
-COMMANDS = ["generate", "chat", "serve", "app", "compare", "demo", "bench", "bench-engine", "fetch", "doctor"]
+COMMANDS = ["generate", "chat", "serve", "app", "compare", "demo", "bench", "bench-engine", "bench-serve", "fetch", "doctor"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
