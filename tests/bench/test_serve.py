@@ -256,6 +256,14 @@ def test_an_interruption_keeps_what_was_measured(serve, tmp_path: Path) -> None:
     assert "1 stream" in printed and "2 streams" in printed
 
 
+def test_a_generator_that_has_no_time_left_says_so(serve, bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own clock runs as fast as the wall's."""
+    monkeypatch.setattr("selfspec.bench.serve.time.process_time", time.perf_counter)
+    result, [run] = bench(serve().url, "--concurrency", 1, "--num-prompts", 2)
+    assert run["generator_load"] == pytest.approx(1, abs=0.05)
+    assert "so the figures may be its own limit: send fewer requests at once" in " ".join(result.output.split())
+
+
 def test_the_command_and_its_help_need_no_torch() -> None:
     code = "import sys, selfspec.bench.serve, selfspec.cli.main, selfspec.cli.display; print('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
