@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -43,8 +44,7 @@ class ScriptedServer:
         self.script = script
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.num_answers = 0
-        self.num_open = self.most_open = 0
+        self.num_answers = self.most_open = self._num_open = 0
         self.started = time.monotonic()
         self._lock = threading.Lock()
         outer = self
@@ -59,14 +59,10 @@ class ScriptedServer:
                 outer._get(self)
 
             def do_POST(self) -> None:
-                with outer._lock:
-                    outer.num_open += 1
-                    outer.most_open = max(outer.most_open, outer.num_open)
-                try:
+                # A client may go before it has read everything.
+                with contextlib.suppress(ConnectionError):
                     outer._post(self)
-                finally:
-                    with outer._lock:
-                        outer.num_open -= 1
+                self.close_connection = True
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True
@@ -114,10 +110,18 @@ class ScriptedServer:
             http.close_connection = True
             return
         http.wfile.write(b"0\r\n\r\n")
-        with self._lock:
-            self.num_answers += 1
 
     def _events(self, is_chat: bool) -> Iterator[bytes]:
+        self._count_open(1)
+        try:
+            yield from self._answer(is_chat)
+        finally:
+            # Before the client knows, because it may send its next request at once.
+            self._count_open(-1)
+        if self.script.ending == "whole":
+            yield b"data: [DONE]\n\n"
+
+    def _answer(self, is_chat: bool) -> Iterator[bytes]:
         script = self.script
         if is_chat:
             # A chunk without text, as every chat begins with.
@@ -126,17 +130,20 @@ class ScriptedServer:
             time.sleep(script.pause)
             said = {"delta": {"content": piece}} if is_chat else {"text": piece}
             yield _event({"choices": [{"index": 0, **said, "finish_reason": None}], "usage": None})
-        if script.ending == "cut":
-            return
         if script.ending == "error":
             yield _event({"error": {"message": "the engine met a fault"}})
-            return
-        if script.ending == "other":
+        elif script.ending == "other":
             yield b"data: [[]]\n\n"
-        yield _event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-        if script.usage is not None:
-            yield _event({"choices": [], "usage": script.usage})
-        yield b"data: [DONE]\n\n"
+        elif script.ending == "whole":
+            yield _event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+            if script.usage is not None:
+                yield _event({"choices": [], "usage": script.usage})
+
+    def _count_open(self, change: int) -> None:
+        with self._lock:
+            self._num_open += change
+            self.most_open = max(self.most_open, self._num_open)
+            self.num_answers += change < 0
 
 
 def _event(record: dict[str, Any]) -> bytes:
