@@ -20,7 +20,7 @@ class Script:
         pieces: the texts of an answer's chunks.
         pause: seconds before each.
         usage: what it tells at the end of a stream; None for nothing.
-        refuse: the status and message for a request with this body; None to answer it.
+        refuse: the status and message for a request with this body, an empty one for the models; None to answer it.
         counters: the text of `/metrics` after so many answers; None for no such page.
         ending: `whole`, `cut` in the middle of a chunk, `error` for an error as the last event, `other` for an odd event.
         loading_seconds: answers 503 for so long.
@@ -77,6 +77,8 @@ class ScriptedServer:
         script = self.script
         if time.monotonic() - self.started < script.loading_seconds:
             _whole(http, 503, {"error": {"message": "the model is loading"}})
+        elif http.path == "/v1/models" and (refusal := script.refuse({})) is not None:
+            _whole(http, refusal[0], {"error": {"message": refusal[1]}})
         elif http.path == "/v1/models":
             _whole(http, 200, {"data": [{"id": name} for name in script.models]})
         elif http.path == "/metrics" and script.counters is not None:

@@ -21,12 +21,22 @@ ENDPOINTS = {"chat": "/chat/completions", "completions": "/completions"}
 SHORT_SECONDS = 30.0
 POLL_SECONDS = 0.5
 DONE = b"data: [DONE]"
+# The status of a server that is not ready.
+LOADING = 503
 # What a piece of a chat may bring.
 TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 
 class Refused(Exception):
-    """A request that was not answered, and why, in a few words."""
+    """A request that was not answered, and why, in a few words.
+
+    Attributes:
+        may_pass: the server may only not be ready yet.
+    """
+
+    def __init__(self, reason: str, *, may_pass: bool = False) -> None:
+        super().__init__(reason)
+        self.may_pass = may_pass
 
 
 @dataclass(frozen=True)
@@ -123,7 +133,7 @@ class Server:
                 record = await self._get_json("/v1/models")
                 break
             except Refused as error:
-                if time.perf_counter() > deadline:
+                if not error.may_pass or time.perf_counter() > deadline:
                     raise ValueError(f"{self.url} {error}") from error
                 await asyncio.sleep(POLL_SECONDS)
         try:
@@ -234,11 +244,12 @@ class Server:
             async with asyncio.timeout(SHORT_SECONDS), self._send(method, path, body) as response:
                 content = await response.body()
         except TimeoutError as error:
-            raise Refused("has not answered in time: see what it is doing, and try again") from error
+            raise Refused("has not answered in time: see what it is doing, and try again", may_pass=True) from error
         except (OSError, Cut) as error:
-            raise Refused(f"does not answer ({_cause(error)}): start the server, or correct the address") from error
+            reason = f"does not answer ({_cause(error)}): start the server, or correct the address"
+            raise Refused(reason, may_pass=True) from error
         if response.status != 200:
-            raise Refused(_reason(response, content))
+            raise Refused(_reason(response, content), may_pass=response.status == LOADING)
         try:
             return json.loads(content)
         except ValueError as error:

@@ -143,7 +143,7 @@ def test_acceptance_is_the_servers_word(serve, bench, counters: str, length: flo
 def test_a_failed_request_is_shown_with_its_reason(serve, bench) -> None:
     """Every third is refused."""
     count = iter(range(1000))
-    server = serve(refuse=lambda body: (429, "the queue is full") if next(count) % 3 == 0 else None)
+    server = serve(refuse=lambda body: (429, "the queue is full") if body and next(count) % 3 == 0 else None)
     result, [run] = bench(server.url, "--concurrency", 1, "--num-prompts", 9, "--cold")
     assert (run["figures"]["num_done"], run["figures"]["failures"]) == (6, {"refuses (429): the queue is full": 3})
     assert "3 of 9 requests failed: refuses (429): the queue is full." in " ".join(result.output.split())
@@ -187,7 +187,9 @@ def test_a_server_that_loads_is_waited_for(serve, bench) -> None:
     ("script", "args", "message"),
     [
         ({"refuse": lambda body: (401, "no")}, [], "refuses the API key: give the right one with --api-key"),
-        ({"refuse": lambda body: (404, "no such model")}, [], "refuses (404): no such model"),
+        # No time is lost where waiting would not help.
+        ({"refuse": lambda body: (401, "no")}, ["--wait", "600"], "refuses the API key"),
+        ({"refuse": lambda body: (404, "no such model") if body else None}, [], "refuses (404): no such model"),
         ({}, ["--model", "x"], "has no model 'x': use m for --model"),
         ({"models": []}, [], "lists no model: name one with --model"),
         ({"streams": False}, [], "does not stream its answers"),
