@@ -84,19 +84,24 @@ class VllmArgs:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    mode, folder, *settings = parsed(sys.argv[1:] if arguments is None else arguments)
+    mode(folder, *settings)
+
+
+def parsed(words: Sequence[str]) -> list[Any]:
+    """The mode that the first word names, its folder, and its settings."""
     if not words or words[0] not in MODES:
         sys.stdout.write(f"{__doc__}\nThe first word is one of {', '.join(MODES)}; each has a --help of its own.\n")
-        raise SystemExit(0 if words[:1] in (["-h"], ["--help"]) else 2)
+        raise SystemExit(0 if words and words[0] in ("-h", "--help") else 2)
 
     from transformers import HfArgumentParser
 
-    logging.basicConfig(format="%(message)s", level=logging.INFO)
     mode, *kinds = MODES[words[0]]
     parser = HfArgumentParser(kinds, prog=f"bench_peers.py {words[0]}", description=mode.__doc__)
     parser.add_argument("folder", type=Path, help="where the work and the records are")
-    *settings, given = parser.parse_args_into_dataclasses(args=words[1:])
-    mode(given.folder, *settings)
+    *settings, given = parser.parse_args_into_dataclasses(args=list(words[1:]))
+    return [mode, given.folder, *settings]
 
 
 def work(folder: Path, args: WorkArgs, suite: Suite) -> None:

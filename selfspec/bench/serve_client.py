@@ -23,6 +23,7 @@ POLL_SECONDS = 0.5
 DONE = b"data: [DONE]"
 # The status of a server that is not ready.
 LOADING = 503
+SAMPLES = re.MULTILINE | re.IGNORECASE
 # What a piece of a chat may bring.
 TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls")
 
@@ -130,7 +131,7 @@ class Server:
         deadline = time.perf_counter() + wait_seconds
         while True:
             try:
-                record = await self._get_json("/v1/models")
+                record = await self._json("GET", "/v1/models")
                 break
             except Refused as error:
                 if not error.may_pass or time.perf_counter() > deadline:
@@ -231,10 +232,7 @@ class Server:
             body["ignore_eos"] = True
         return {**body, "stream": True, "stream_options": {"include_usage": True}, **self.more}
 
-    async def _get_json(self, path: str) -> JSON:
-        return await self._json("GET", path, None)
-
-    async def _json(self, method: str, path: str, body: JSON | None) -> JSON:
+    async def _json(self, method: str, path: str, body: JSON | None = None) -> JSON:
         """The JSON that a short request brings.
 
         Raises:
@@ -269,7 +267,8 @@ class Server:
 def read_counters(text: str) -> dict[str, float]:
     """Samples in Prometheus' text format by their name, summed over their labels."""
     sums: dict[str, float] = {}
-    for name, value in re.findall(r"^([A-Za-z_:][\w:]*)(?:\{.*\})?[ \t]+(\S+)", text, re.MULTILINE):
+    # What is no number, or NaN, is left out.
+    for name, value in re.findall(r"^([A-Za-z_:][\w:]*)(?:\{.*\})?[ \t]+(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?)\b", text, SAMPLES):
         sums[name] = sums.get(name, 0.0) + float(value)
     return sums
 

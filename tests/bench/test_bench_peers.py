@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from support import eagle_head
 from selfspec import Target
 from selfspec.recipes import bench_peers
 
+ROOT = Path(__file__).parents[2]
 SMALL = ["--streams", "1", "2", "--repeats", "1", "--lengths", "16", "40", "--max-tokens", "6"]
 EVERYTHING = ["--parts", "speed", "alone", "prompts", "hard", "jump", "--jump-streams", "2", "--jump-seconds", "0.5"]
 
@@ -56,6 +59,24 @@ def test_our_engine_is_measured_and_its_answers_are_equal(folder: Path, capsys: 
     assert figures["equal"]["2"] == {"plain": [12, 12], "alone": [6, 6]}
     for title in ("Tokens per second", "Time to the first token", "Equal answers", "Load that jumps"):
         assert f"## {title}\n" in printed
+
+
+def documented() -> Iterator[list[str]]:
+    for page in (ROOT / "docs" / "benchmark.md", ROOT / "docs" / "serving.md", ROOT / "recipes" / "bench_peers.py"):
+        for line in re.findall(
+            r"^ *python recipes/bench_peers\.py ([^#\n]*)", page.read_text(encoding="utf-8"), re.MULTILINE
+        ):
+            yield line.split()
+
+
+@pytest.mark.parametrize("words", list(documented()), ids=" ".join)
+def test_the_pages_lines_are_understood(words: list[str]) -> None:
+    mode, folder, *_ = bench_peers.parsed(words)
+    assert (mode.__name__, folder) == (words[0], Path("work"))
+
+
+def test_the_pages_have_every_mode() -> None:
+    assert {words[0] for words in documented()} == set(bench_peers.MODES)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ selfspec:generation_tokens_total{model_name="a b {c}"} 120.0
 selfspec:verify_rows_total{drafter="eagle",model_name="m"} 30.0
 selfspec:verify_rows_total{drafter="none",model_name="m"} 1e1
 selfspec:kv_cache_usage_perc NaN
+Nothing was found, though 2 pages were asked
 """
 VLLM = """vllm:spec_decode_num_drafts_total{engine="0"} 50.0
 vllm:spec_decode_num_drafts_created{engine="0"} 1.7e+09
@@ -80,6 +81,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 40.0
 
 def test_acceptance_is_what_the_counters_have_grown_by() -> None:
     ours, vllm = read_counters(OURS), read_counters(VLLM)
+    assert set(ours) == {"selfspec:generation_tokens_total", "selfspec:verify_rows_total"}
     assert (ours["selfspec:generation_tokens_total"], ours["selfspec:verify_rows_total"]) == (120.0, 40.0)
     before = {"selfspec:generation_tokens_total": 20.0, "selfspec:verify_rows_total": 20.0}
     assert acceptance_length(before, ours) == 5.0

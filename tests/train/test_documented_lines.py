@@ -97,7 +97,8 @@ def output_of(arguments: tuple[str, ...]) -> Path:
 
 
 def test_the_pages_start_every_recipe() -> None:
-    names = {file.stem for file in (ROOT / "recipes").glob("*.py")}
+    # tests/bench/test_bench_peers.py has the lines of the one that trains nothing.
+    names = {file.stem for file in (ROOT / "recipes").glob("*.py")} - {"bench_peers"}
     assert {name for name, _ in RUNS} == names
     assert len(RUNS) > 2 * len(names)
 
