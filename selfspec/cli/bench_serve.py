@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 EXPLANATION = """\
 Tokens/s: while all streams were busy, and over the whole run.
-Accept length: tokens per target pass by the server's count, bonus token included.
+Accept length: tokens per target pass, bonus token included, by the server.
 Times in ms: to the first token; between streamed chunks; for each token after
 the first; for the whole answer."""
 
