@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfspec.bench.peers_suite import PLAIN, ROOM, Opener, Suite, Work, measure
+from selfspec.bench.peers_suite import PLAIN, ROOM, WORK_FILE, Opener, Suite, Work, measure
 from selfspec.failures import reported_failures
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("selfspec.recipes")
 
 TARGET, HEAD, VLLM_HEAD = "target", "eagle", "eagle_vllm"
-RECORDS = ("ours-*.json", "vllm-*.json")
+RESULTS = "peers"
 TEXTS_OF_A_LENGTH = 3
 
 
@@ -62,6 +63,7 @@ class OursArgs:
         default_factory=lambda: ["none", "eagle"],
         metadata={"help": "eagle is the folder's head; others as in `selfspec serve`"},
     )
+    label: str = field(default="selfspec", metadata={"help": "what to call it, for versions beside each other"})
     dtype: str = field(default="bfloat16", metadata={"help": "float32, bfloat16 or float16"})
     device: str = field(default="auto", metadata={"help": "cpu, cuda or auto"})
 
@@ -71,6 +73,7 @@ class VllmArgs:
     """How vLLM runs."""
 
     drafter: str = field(default=PLAIN, metadata={"help": "none, or eagle:K for the folder's head and chains of K tokens"})
+    label: str = field(default="vllm", metadata={"help": "what to call it, for runs with other environment variables"})
     dtype: str = field(default="bfloat16", metadata={"help": "float32, bfloat16 or float16"})
 
     def __post_init__(self) -> None:
@@ -190,8 +193,8 @@ def ours(folder: Path, args: OursArgs, suite: Suite) -> None:
         def open_peer(places: int, longest: int, drafter: Drafter | None = drafter) -> EnginePeer:
             return EnginePeer(target, drafter, places=places, longest=longest)
 
-        record = {"engine": "selfspec", "mode": name, "environment": environment(target)}
-        measure_to(folder / f"ours-{file_name(name)}.json", record, open_peer, made, suite)
+        record = {"engine": args.label, "is_ours": True, "mode": name, "environment": environment(target)}
+        measure_to(folder, record, open_peer, made, suite)
 
 
 def vllm(folder: Path, args: VllmArgs, suite: Suite) -> None:
@@ -208,37 +211,34 @@ def vllm(folder: Path, args: VllmArgs, suite: Suite) -> None:
         longest=max(made.longest + suite.max_tokens, *suite.lengths) + ROOM,
         dtype=args.dtype,
     )
-    record = {"engine": "vllm", "mode": args.drafter, "environment": peer.environment}
-    measure_to(folder / f"vllm-{file_name(args.drafter)}.json", record, lambda places, longest: peer, made, suite)
+    record = {"engine": args.label, "is_ours": False, "mode": args.drafter, "environment": peer.environment}
+    measure_to(folder, record, lambda places, longest: peer, made, suite)
 
 
 def compare(folder: Path) -> None:
     """Print the tables of all records in the folder, and write them there as peers.md and peers.json."""
     from selfspec.bench import peers_table
 
-    files = sorted(file for pattern in RECORDS for file in folder.glob(pattern))
+    files = [file for file in sorted(folder.glob("*.json")) if file.name not in (WORK_FILE, f"{RESULTS}.json")]
     if not files:
         raise ValueError(f"{folder} has no records: measure an engine on it first (ours or vllm)")
     tables, figures = peers_table.compare([json.loads(file.read_text()) for file in files])
     text = "\n".join(table.markdown() for table in tables)
-    (folder / "peers.md").write_text(text)
-    (folder / "peers.json").write_text(json.dumps(figures, indent=1) + "\n")
+    (folder / f"{RESULTS}.md").write_text(text)
+    (folder / f"{RESULTS}.json").write_text(json.dumps(figures, indent=1) + "\n")
     sys.stdout.write(text)
 
 
-def measure_to(file: Path, record: dict[str, Any], open_peer: Opener, made: Work, suite: Suite) -> None:
+def measure_to(folder: Path, record: dict[str, Any], open_peer: Opener, made: Work, suite: Suite) -> None:
     """Measure, and write the record after each step, so a run that is cut keeps what it has."""
+    name = re.sub(r"\W", "-", f"{record['engine']}-{record['mode']}")
+    file = folder / f"{name}.json"
 
     def on_part(line: str) -> None:
         file.write_text(json.dumps(record))
         logger.info("%s, %s: %s", record["engine"], record["mode"], line)
 
     measure(open_peer, made, suite, record, is_plain=record["mode"] == PLAIN, on_part=on_part)
-
-
-def file_name(mode: str) -> str:
-    """A mode's name in a file's."""
-    return "".join(char if char.isalnum() else "-" for char in mode)
 
 
 MODES: dict[str, tuple[Any, ...]] = {

@@ -27,21 +27,21 @@ class Table:
         return f"## {self.title}\n\n{self.note}\n\n{table}\n"
 
 
-def compare(records: Sequence[JSON], ours: str = "selfspec") -> tuple[list[Table], JSON]:
+def compare(records: Sequence[JSON]) -> tuple[list[Table], JSON]:
     """The tables, and their figures as plain numbers.
 
     Raises:
         ValueError: two records are of one engine in one mode, or there is none.
     """
     # Ours first, and plain decoding before the others of its engine.
-    records = sorted(records, key=lambda of: (of["engine"] != ours, of["engine"], of["mode"] != PLAIN, of["mode"]))
+    records = sorted(records, key=lambda of: (not of["is_ours"], of["engine"], of["mode"] != PLAIN, of["mode"]))
     names = [name_of(record) for record in records]
     if not names:
         raise ValueError("no records to compare: run an engine first")
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"two records are of {twice[0]}: compare one of each")
     figures: JSON = {name: figures_of(record, records) for name, record in zip(names, records, strict=True)}
-    relative = {part: _relative([record for record in records if part in record], part, ours) for part in ("speed", "hard")}
+    relative = {part: _relative([record for record in records if part in record], part) for part in ("speed", "hard")}
     tables = [table for part in ("speed", "hard") for table in _speed_tables(figures, relative[part], part)]
     tables += [*_prompt_table(figures), *_equality_table(figures), *_jump_table(figures)]
     return tables, {"records": figures, "relative": relative}
@@ -124,14 +124,14 @@ def _count(runs: Sequence[JSON], expected: Sequence[JSON], streams: int) -> list
     return [sum(ours == theirs for ours, theirs in pairs), len(pairs)] if pairs else None
 
 
-def _relative(records: Sequence[JSON], part: str, ours: str) -> JSON:
+def _relative(records: Sequence[JSON], part: str) -> JSON:
     """Our speed divided by the best of the others at each number of streams: plain to plain, and drafted to drafted."""
     out: JSON = {}
     for kind, is_plain in (("plain", True), ("drafted", False)):
         chosen = [record for record in records if (record["mode"] == PLAIN) == is_plain]
         best: dict[bool, dict[int, float]] = {True: {}, False: {}}
         for record in chosen:
-            side = best[record["engine"] == ours]
+            side = best[record["is_ours"]]
             for streams, runs in _by_streams(record[part]):
                 if (speed := _speed(runs)["tokens_per_second"]) is not None:
                     side[streams] = max(speed, side.get(streams, 0.0))

@@ -44,8 +44,8 @@ def test_the_work_is_what_both_engines_read(folder: Path) -> None:
 
 def test_our_engine_is_measured_and_its_answers_are_equal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench_peers.main(["ours", str(folder), "--dtype", "float32", "--device", "cpu", *SMALL, *EVERYTHING])
-    plain, drafted = (json.loads((folder / f"ours-{mode}.json").read_text()) for mode in ("none", "eagle"))
-    assert {*plain} == {"engine", "mode", "environment", "suite", "speed", "alone", "prompts", "hard", "jump"}
+    plain, drafted = (json.loads((folder / f"selfspec-{mode}.json").read_text()) for mode in ("none", "eagle"))
+    assert {*plain} == {"engine", "is_ours", "mode", "environment", "suite", "speed", "alone", "prompts", "hard", "jump"}
     assert [run["answers"] for run in plain["speed"]] == [run["answers"] for run in drafted["speed"]]
     # Sampled answers, too, because each request has its own seed.
     assert [run["answers"] for run in plain["hard"]] == [run["answers"] for run in drafted["hard"]]

@@ -198,7 +198,7 @@ def record_of(engine: str, mode: str, factor: float, answers: list[list[int]], *
     length = None if mode == PLAIN else 2.5
     speeds = {1: (5.0, 10.0, 30.0, 20.0), 8: (50.0, 100.0, 90.0, 70.0)}
     runs = [run(n, i, factor * speed, answers, length) for n, of in speeds.items() for i, speed in enumerate(of)]
-    return {"engine": engine, "mode": mode, "speed": runs, **more}
+    return {"engine": engine, "is_ours": engine == "selfspec", "mode": mode, "speed": runs, **more}
 
 
 def test_tables_have_medians_ratios_and_equal_answers() -> None:
@@ -233,7 +233,7 @@ def test_tables_have_medians_ratios_and_equal_answers() -> None:
 
 
 def test_records_that_were_cut_short_are_compared_as_far_as_they_go() -> None:
-    cut = {"engine": "vllm", "mode": PLAIN, "speed": [run(1, 0, 9.0, [[1]], None)]}
+    cut = {"engine": "vllm", "is_ours": False, "mode": PLAIN, "speed": [run(1, 0, 9.0, [[1]], None)]}
     tables, figures = compare([record_of("selfspec", PLAIN, 1.0, [[1], [2]]), cut])
     assert tables[0].rows[0] == ["1", "20 (5)", "– (9)"] and tables[0].rows[1] == ["8", "90 (50)", "–"]
     assert figures["relative"]["speed"] == {"plain": {}, "drafted": {}}
