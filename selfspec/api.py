@@ -15,6 +15,7 @@ from selfspec.loop.drafter import Drafter
 from selfspec.loop.planner import Planner
 from selfspec.loop.sequence import Request, check_prompt, check_sampling
 from selfspec.model.target import Target
+from selfspec.model.text_side import TextSide
 
 # Raw text, chat messages, or token ids.
 Prompt = str | Sequence[dict[str, str]] | Sequence[int]
@@ -157,7 +158,7 @@ def stream(
         yield StreamEvent(sequence.text_stream.take(is_last=completion is not None), step.emitted[0], completion)
 
 
-def encode(target: Target, prompt: Prompt, index: int) -> list[int]:
+def encode(target: TextSide, prompt: Prompt, index: int) -> list[int]:
     """The token ids of a prompt of any kind: at least one, all in the vocabulary, and with room for an answer.
 
     Args:

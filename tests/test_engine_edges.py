@@ -317,7 +317,7 @@ def test_a_drafter_that_failed_is_tried_again_later(
 # Listeners and callers.
 
 
-@pytest.mark.parametrize("what", ["stepped", "emitted", "finished", "failed", "drafter_failed", "preempted"])
+@pytest.mark.parametrize("what", ["stepped", "emitted", "finished", "failed", "drafter_failed", "preempted", "published"])
 def test_a_listener_that_raises_harms_nobody(what: str, target: Target, make_engine: MakeEngine) -> None:
     listener = Listener()
 
@@ -397,7 +397,7 @@ def test_a_drafter_keeps_its_own_name(target: Target, make_engine: MakeEngine) -
             names.append(step.name)
 
     engine.listener = Names()
-    assert engine.load(lambda: drafter, "lookup") == "lookup"
+    assert engine.load(lambda target: lambda: drafter, "lookup") == "lookup"
     assert drafter.name == "ngram"
     assert tokens_of(Caller(engine, good_requests(), drafter="lookup")) == expected(target)
     assert set(names) == {"lookup"}

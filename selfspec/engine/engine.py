@@ -10,29 +10,28 @@ Callers submit requests from their own threads, and a callback tells them of eve
 from __future__ import annotations
 
 import logging
-import math
-import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sequence_
 from concurrent.futures import Future
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 import torch
 
 from selfspec.api import completion_of
-from selfspec.engine.events import CLOSED, EngineClosed, EngineFull, Event, Listener
+from selfspec.engine.events import CLOSED, EngineClosed, Event, Listener, StepCounts
 from selfspec.engine.health import Health
+from selfspec.engine.intake import Intake
 from selfspec.engine.warm_up import warm_up
 from selfspec.loop.drafter import Drafter, NoDrafter
 from selfspec.loop.planner import Planner
 from selfspec.loop.scheduler import Scheduler
-from selfspec.loop.sequence import Request, Sequence, check_request
+from selfspec.loop.sequence import Request, Sequence
 from selfspec.loop.step import Group, Stage, StageError
+from selfspec.loop.text import TextStream
 from selfspec.model.target import Target
 
 logger = logging.getLogger(__name__)
@@ -46,6 +45,7 @@ class Handle:
     def __init__(self, engine: SpecEngine, on_event: Callable[[Event], None]) -> None:
         self.created = time.perf_counter()
         self.on_event = on_event
+        self.is_open = True
         self._engine = engine
 
     def cancel(self) -> None:
@@ -62,7 +62,7 @@ class _Stream:
     num_sent: int = 0
 
 
-class SpecEngine:
+class SpecEngine(Intake):
     """Continuous batching over one target with several drafters. Any thread may call its public methods.
 
     Args:
@@ -72,7 +72,11 @@ class SpecEngine:
         cache_tokens: the most tokens of all sequences together that the KV cache holds; it grows up to that.
         prefill_tokens: the most prompt tokens entered between two decoding steps.
         use_cost_guard: draft only as much as measurements say pays; False always drafts all it can.
+        makes_text: False leaves text to the callers, who have the token ids. An answer with stop strings keeps its own,
+            because it ends with its text.
     """
+
+    target: Target
 
     def __init__(
         self,
@@ -84,6 +88,7 @@ class SpecEngine:
         cache_tokens: int = 32768,
         prefill_tokens: int = 512,
         use_cost_guard: bool = True,
+        makes_text: bool = True,
         listener: Listener | None = None,
     ) -> None:
         for name, value, least in (
@@ -94,12 +99,12 @@ class SpecEngine:
         ):
             if value < least:
                 raise ValueError(f"{name}={value} is not allowed: use {least} or more")
+        super().__init__(max_batch=max_batch, max_waiting=max_waiting)
         self.target = target
-        self.max_batch = max_batch
-        self.max_open = max_batch + max_waiting
         self.cache_tokens = cache_tokens
         self.prefill_tokens = prefill_tokens
         self.use_cost_guard = use_cost_guard
+        self.makes_text = makes_text
         self.listener = listener or Listener()
         self._health = Health()
         self._drafters: dict[str, Drafter] = {drafter.name: drafter for drafter in drafters}
@@ -110,12 +115,11 @@ class SpecEngine:
         self._groups: dict[str, Group]
         self._streams: dict[Sequence, _Stream] = {}
         self._set_up()
-        self._recent: deque[float] = deque(maxlen=64)
+        # What a round has to say to callers, and what it tells the listener of their tokens.
+        self._outbox: list[tuple[Handle, Event]] = []
+        self._emitted: list[tuple[int, float, bool]] = []
+        # Guarded by `_changed`, like all that the intake counts.
         self._inbox: deque[Callable[[], None]] = deque()
-        # Guards the inbox and the fields below, and is notified when they change. Re-entrant, because `submit` calls `post`.
-        self._changed = threading.Condition(threading.RLock())
-        self._num_open = 0
-        self._is_draining = False
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
@@ -131,26 +135,16 @@ class SpecEngine:
         return self._health.problems
 
     @property
-    def max_tokens(self) -> int:
-        """The most tokens that one prompt has together with its answer."""
+    def max_cached_tokens(self) -> int:
         assert self._cache.max_tokens is not None
-        return min(self.target.context_length, self._cache.max_tokens)
+        return self._cache.max_tokens
 
     @property
     def num_running(self) -> int:
         return self._scheduler.num_running
 
     @property
-    def num_waiting(self) -> int:
-        return max(self._num_open - self._scheduler.num_running, 0)
-
-    @property
-    def is_draining(self) -> bool:
-        return self._is_draining
-
-    @property
     def cache_use(self) -> float:
-        """Share of the cache that running sequences hold, 0 to 1."""
         assert self._cache.max_blocks is not None
         return self._cache.num_used_blocks / self._cache.max_blocks
 
@@ -158,75 +152,16 @@ class SpecEngine:
     def num_used_blocks(self) -> int:
         return self._cache.num_used_blocks
 
-    def check(self, request: Request) -> None:
-        """Refuse a request that could never be served.
-
-        Raises:
-            ValueError: one sentence that says what to do.
-        """
-        check_request(self.target, request, cache_tokens=self._cache.max_tokens)
-
     def submit(
         self, requests: Sequence_[Request], on_event: Callable[[Event], None], *, drafter: str | None = None
     ) -> Handle:
-        """Take all of `requests`, or none. `on_event` is called on the engine's thread and must not block.
-
-        Raises:
-            ValueError: a request can never be served, or the drafter is not loaded.
-            EngineFull: too many requests are open at present.
-            EngineClosed: the engine takes no more requests.
-        """
-        name = self.check_drafter(drafter)
-        self.check_room(len(requests))
-        # The samples of one prompt share all that is checked.
-        for request in {(id(r.prompt_ids), id(r.sampling), r.num_top_logprobs): r for r in requests}.values():
-            self.check(request)
+        name = self._check(requests, drafter)
         handle = Handle(self, on_event)
         with self._changed:
             self.check_room(len(requests))
             self._num_open += len(requests)
             self.post(lambda: self._start(handle, requests, name))
         return handle
-
-    def check_drafter(self, drafter: str | None) -> str:
-        """The name of the drafter that serves a request which asks for `drafter`.
-
-        Raises:
-            ValueError: it is not loaded.
-        """
-        name = drafter or self.default_drafter
-        if name not in self._drafters:
-            raise ValueError(f"drafter {name!r} is not loaded: use one of {', '.join(self._drafters)}")
-        return name
-
-    def check_room(self, num_requests: int) -> None:
-        """Refuse more requests than may be open now, before anyone works on them.
-
-        Raises:
-            ValueError: there are never places for so many.
-            EngineFull: too many requests are open at present.
-            EngineClosed: the engine takes no more requests.
-        """
-        if num_requests > self.max_open:
-            raise ValueError(f"{num_requests} answers are more than the {self.max_open} that may run or wait: ask for fewer")
-        with self._changed:
-            if self._is_draining:
-                raise EngineClosed(CLOSED)
-            if self._num_open + num_requests > self.max_open:
-                raise EngineFull(self.max_open, self._retry_seconds())
-
-    def stream(self, requests: Sequence_[Request], *, drafter: str | None = None) -> Iterator[Event]:
-        """The events of `requests` as they come. Closing the iterator early cancels the requests."""
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        handle = self.submit(requests, events.put, drafter=drafter)
-        try:
-            num_left = len(requests)
-            while num_left:
-                event = events.get()
-                num_left -= event.is_last
-                yield event
-        finally:
-            handle.cancel()
 
     def warm_up(self) -> None:
         """Answer made-up prompts, because requests then find CUDA graphs for prompts and batches of every size.
@@ -236,15 +171,8 @@ class SpecEngine:
         if self.target.passes.is_captured:
             self.call(self._warm_up)
 
-    def load(self, make: Callable[[], Drafter], name: str | None = None) -> str:
-        """Add a drafter. `make` runs on the engine's thread, because the target is in use there.
-
-        Args:
-            name: the name that requests use; the drafter's own by default.
-
-        Returns:
-            That name.
-        """
+    def load(self, prepare: Callable[[Target], Callable[[], Drafter]], name: str | None = None) -> str:
+        make = prepare(self.target)
 
         def add() -> str:
             drafter = make()
@@ -258,8 +186,6 @@ class SpecEngine:
         return self.call(add)
 
     def unload(self, name: str) -> None:
-        """Remove a drafter. The sequences that it serves go on without drafts."""
-
         def remove() -> None:
             if name not in self._drafters:
                 raise KeyError(name)
@@ -288,14 +214,7 @@ class SpecEngine:
             raise EngineClosed(CLOSED)
         return future.result()
 
-    def drain(self, timeout: float | None = None) -> bool:
-        """Take no more requests, and wait for those that are open; False if some are left after the timeout."""
-        with self._changed:
-            self._is_draining = True
-            return self._changed.wait_for(lambda: self._num_open == 0, timeout)
-
     def close(self) -> None:
-        """End the thread; requests that are open get `EngineClosed`."""
         with self._changed:
             self._is_draining = self._is_closed = True
             self._changed.notify_all()
@@ -317,10 +236,6 @@ class SpecEngine:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="selfspec-engine", daemon=True)
             self._thread.start()
-
-    def _retry_seconds(self) -> int:
-        """Seconds until a place is likely to be free: what requests took lately, divided by how many run together."""
-        return max(1, min(60, math.ceil(fmean(self._recent) / self.max_batch))) if self._recent else 1
 
     # On the engine's thread.
 
@@ -383,12 +298,14 @@ class SpecEngine:
         for _ in range(self._scheduler.num_preemptions - num_preemptions):
             self._tell(self.listener.preempted)
         for step in steps:
-            self._tell(self.listener.stepped, step)
+            self._tell(self.listener.stepped, StepCounts.of(step))
             if step.tree.num_nodes > 1:
                 # It drafts again, so what went wrong before no longer counts.
                 self._health.forget(step.name)
+            now = time.perf_counter()
             for sequence in step.sequences:
-                self._deliver(sequence)
+                self._deliver(sequence, now)
+        self._publish()
 
     def _tell(self, method: Callable[..., None], *args: Any, **options: Any) -> None:
         """Call one of the listener's methods; its errors are only logged."""
@@ -405,68 +322,78 @@ class SpecEngine:
                 sequence = self._scheduler.submit(request, group)
             except Exception as error:
                 # For instance, its grammar cannot begin.
-                self._close_one()
+                self._close(1)
                 self._tell(self.listener.failed, is_cancelled=False)
-                self._send(handle, Event(request, error=error))
+                self._outbox.append((handle, Event(request, error=error)))
                 continue
+            if not self.makes_text and not request.sampling.stop:
+                sequence.text_stream = TextStream(None)
             sequence.created = handle.created
             self._streams[sequence] = _Stream(handle, handle.created)
 
     def drop(self, handle: Handle) -> None:
         """End the open sequences of a cancelled call. Only for the engine's thread; others use `Handle.cancel`."""
+        handle.is_open = False
         for sequence, stream in list(self._streams.items()):
             if stream.handle is handle:
                 self._scheduler.cancel(sequence)
                 self._forget(sequence)
                 self._tell(self.listener.failed, is_cancelled=True)
 
-    def _deliver(self, sequence: Sequence) -> None:
-        """Send the caller what is new, and forget the sequence if it has ended."""
+    def _deliver(self, sequence: Sequence, now: float) -> None:
+        """Put what is new for the caller into the outbox, and forget the sequence if it has ended."""
         stream = self._streams.get(sequence)
         if stream is None:
-            # Its caller failed on another event of this step.
             return
-        tokens = sequence.token_ids[stream.num_sent :]
-        now = time.perf_counter()
-        if tokens:
-            self._tell(self.listener.emitted, len(tokens), now - stream.last_time, is_first=stream.num_sent == 0)
+        num_sent, stream.num_sent = stream.num_sent, len(sequence.token_ids)
+        if num_new := stream.num_sent - num_sent:
+            self._emitted.append((num_new, now - stream.last_time, num_sent == 0))
             stream.last_time = now
         is_last = sequence.finish_reason is not None
-        completion = completion_of(sequence) if is_last and sequence.error is None else None
         event = Event(
             sequence.request,
             sequence.text_stream.take(is_last=is_last),
-            tokens,
-            sequence.logprobs[stream.num_sent :],
-            sequence.top_logprobs[stream.num_sent :],
-            completion,
+            sequence.token_ids[num_sent:],
+            sequence.logprobs[num_sent:],
+            sequence.top_logprobs[num_sent:],
+            completion_of(sequence) if is_last and sequence.error is None else None,
             sequence.error,
         )
-        stream.num_sent = len(sequence.token_ids)
         if is_last:
             self._forget(sequence)
-            if completion is None:
+            if event.completion is None:
                 self._tell(self.listener.failed, is_cancelled=False)
             else:
-                self._recent.append(completion.seconds)
-                self._tell(self.listener.finished, completion, now - stream.handle.created)
-        self._send(stream.handle, event)
+                self._recent.append(event.completion.seconds)
+                self._tell(self.listener.finished, event.completion, now - stream.handle.created)
+        self._outbox.append((stream.handle, event))
 
-    def _send(self, handle: Handle, event: Event) -> None:
-        try:
-            handle.on_event(event)
-        except Exception:
-            logger.exception("the caller of a request failed to take an event; its requests are cancelled")
-            self.drop(handle)
+    def _publish(self) -> None:
+        """Tell the listener and the callers what the outbox holds."""
+        if self._emitted:
+            # The listener first, because a caller may look at the figures as soon as there is an answer.
+            self._tell(self.listener.emitted, self._emitted)
+            self._emitted = []
+        for handle, event in self._outbox:
+            try:
+                if handle.is_open:
+                    handle.on_event(event)
+            except Exception:
+                logger.exception("the caller of a request failed to take an event; its requests are cancelled")
+                self.drop(handle)
+        self._outbox.clear()
+        self._tell(self.listener.published)
+        if self._is_draining:
+            with self._changed:
+                self._changed.notify_all()
+
+    @property
+    def _is_idle(self) -> bool:
+        return super()._is_idle and not self._outbox
 
     def _forget(self, sequence: Sequence) -> None:
         if self._streams.pop(sequence, None) is not None:
-            self._close_one()
-
-    def _close_one(self) -> None:
-        with self._changed:
-            self._num_open -= 1
-            self._changed.notify_all()
+            self._close(1)
 
     def _recover(self, failure: StageError, sequences: list[Sequence]) -> None:
         """Go on after a stage failed, with every sequence that can still be served.
@@ -492,7 +419,7 @@ class SpecEngine:
             if sequence.finish_reason is None:
                 sequence.fail(failure.error)
             self._scheduler.cancel(sequence)
-            self._deliver(sequence)
+            self._deliver(sequence, time.perf_counter())
 
     def _start_over(self, error: Exception) -> None:
         """Send every caller an error, and begin again with an empty cache."""
@@ -503,7 +430,8 @@ class SpecEngine:
             except Exception:
                 logger.exception("a sequence could not be taken out")
             sequence.fail(error)
-            self._deliver(sequence)
+            self._deliver(sequence, time.perf_counter())
+        self._publish()
         # Not a new cache, because the failure may still hold the memory of this one.
         self._cache.reset()
         self._set_up()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from selfspec.api import Completion
@@ -23,9 +24,13 @@ class EngineClosed(Exception):
     """The engine takes no more requests."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Event:
-    """News of one request: what was added, and at the end the completion or an error."""
+    """News of one request: what was added, and at the end the completion or an error.
+
+    Attributes:
+        num_steps: how many steps of the engine this is the news of.
+    """
 
     request: Request
     text: str = ""
@@ -34,10 +39,32 @@ class Event:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     completion: Completion | None = None
     error: Exception | None = None
+    num_steps: int = 1
 
     @property
     def is_last(self) -> bool:
         return self.completion is not None or self.error is not None
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """What one step of one drafter's sequences did.
+
+    Attributes:
+        num_nodes: of each candidate tree, the root included.
+        num_drafted, num_accepted: for each sequence, the tokens that were drafted and those of them that were emitted.
+    """
+
+    name: str
+    num_nodes: int
+    num_drafted: list[int]
+    num_accepted: list[int]
+
+    @classmethod
+    def of(cls, step: Step) -> StepCounts:
+        emissions = step.emissions
+        drafted, accepted = [each.num_drafted for each in emissions], [each.num_accepted for each in emissions]
+        return cls(step.name, step.tree.num_nodes, drafted, accepted)
 
 
 class Listener:
@@ -46,11 +73,16 @@ class Listener:
     An error in a listener is logged and stops nothing.
     """
 
-    def stepped(self, step: Step) -> None:
+    def stepped(self, step: StepCounts) -> None:
         """One step of one drafter's sequences has ended."""
 
-    def emitted(self, num_tokens: int, seconds: float, *, is_first: bool) -> None:
-        """A request got tokens, this many seconds after the ones before, or after it was submitted."""
+    def emitted(self, pieces: Sequence[tuple[int, float, bool]]) -> None:
+        """Requests got tokens in a round.
+
+        Args:
+            pieces: for each request how many tokens, how many seconds after those before, and whether they are its first;
+                the seconds are then since it was submitted.
+        """
 
     def finished(self, completion: Completion, seconds: float) -> None:
         """A request was answered, this many seconds after it was submitted."""
@@ -63,3 +95,6 @@ class Listener:
 
     def drafter_failed(self, name: str) -> None:
         """A drafter failed and drafts nothing for a while."""
+
+    def published(self) -> None:
+        """Everyone has been told what happened since this was called last."""

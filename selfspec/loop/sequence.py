@@ -22,6 +22,7 @@ from selfspec.loop.text import TextStream
 
 if TYPE_CHECKING:
     from selfspec.model.target import Target
+    from selfspec.model.text_side import TextSide
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class PromptTooLong(ValueError):
     """A prompt that leaves no room for an answer."""
 
 
-def check_prompt(target: Target, prompt_ids: Sequence_[int], *, name: str = "the prompt") -> None:
+def check_prompt(target: TextSide, prompt_ids: Sequence_[int], *, name: str = "the prompt") -> None:
     """Refuse a prompt that is empty, leaves no room for an answer, or has ids that the target does not know.
 
     Raises:
@@ -68,7 +69,7 @@ def check_prompt(target: Target, prompt_ids: Sequence_[int], *, name: str = "the
     _check_known(target, name, prompt_ids)
 
 
-def check_sampling(target: Target, sampling: SamplingParams) -> None:
+def check_sampling(target: TextSide, sampling: SamplingParams) -> None:
     """Refuse settings that could never be followed: unknown tokens, no token to choose, stop strings without a tokenizer.
 
     Raises:
@@ -89,14 +90,14 @@ def check_sampling(target: Target, sampling: SamplingParams) -> None:
         raise ValueError(f"stop={tuple(sampling.stop)!r} needs a tokenizer, and this target has none: use stop_token_ids")
 
 
-def _check_known(target: Target, name: str, token_ids: Collection[int]) -> None:
+def _check_known(target: TextSide, name: str, token_ids: Collection[int]) -> None:
     known = target.config.vocab_size
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < known:
         unknown = next(token for token in token_ids if not 0 <= token < known)
         raise ValueError(f"{name} has token id {unknown}: {target.label} knows ids 0 to {known - 1}")
 
 
-def check_request(target: Target, request: Request, *, cache_tokens: int | None = None) -> None:
+def check_request(target: TextSide, request: Request, *, cache_tokens: int | None = None) -> None:
     """Refuse a request that could never be served.
 
     Args:

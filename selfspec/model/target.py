@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,13 +24,13 @@ from transformers import PreTrainedModel
 from selfspec.cache.blocks import CacheRow
 from selfspec.cache.kv import KVCache, KVShape, Places
 from selfspec.model.attention import TreePass, text_options
-from selfspec.model.chat import LiteralText, apply_template, check_arguments
 from selfspec.model.checks import adopt, check_model, fixed_context
 from selfspec.model.layers import decoder_layers, with_layers
 from selfspec.model.load import load_model
 from selfspec.model.memory import release_free_memory
 from selfspec.model.output import LogitShape
 from selfspec.model.passes import Passes
+from selfspec.model.text_side import TextSide
 from selfspec.tree import CandidateTree, chain
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Verification:
     features: dict[int, torch.Tensor]
 
 
-class Target:
+class Target(TextSide):
     """A frozen causal LM with the two calls that the decode loop needs, `prefill` and `verify`.
 
     Args:
@@ -59,7 +59,6 @@ class Target:
         adapter: path or Hub id of the LoRA adapter that was merged into the weights, for reports.
 
     Attributes:
-        chat_template_kwargs: arguments that every prompt's chat template is given, such as {"enable_thinking": False}.
         passes: runs the passes of the model and of its drafters.
         lock: held while a pass runs. Threads that share a target take turns, a step at a time; for many callers at once
             `selfspec.engine.SpecEngine` is faster.
@@ -74,11 +73,11 @@ class Target:
         self.tokenizer = tokenizer
         self.name = name or model.config.name_or_path or model.config.model_type
         self.adapter = adapter
-        self.chat_template_kwargs: dict[str, Any] = {}
+        self.chat_template_kwargs = {}
         self.config = model.config.get_text_config()
         self.device = model.device
         self.dtype = model.dtype
-        self.context_length: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
+        self.context_length = getattr(self.config, "max_position_embeddings", None) or 1 << 30
         longest, kind = fixed_context(self.config)
         if longest is not None and longest < self.context_length:
             logger.warning(
@@ -120,11 +119,6 @@ class Target:
         # The checks' passes over a whole text are larger than those of decoding.
         release_free_memory()
         return target
-
-    @property
-    def label(self) -> str:
-        """Its name for messages: without the folders above it, which are no business of a server's clients."""
-        return Path(self.name).name or self.name
 
     @property
     def num_layers(self) -> int:
@@ -188,52 +182,6 @@ class Target:
         shared = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         torch.distributed.broadcast(shared, group=group, group_src=0)
         return shared.tolist()
-
-    def set_chat_template_kwargs(self, arguments: Mapping[str, Any]) -> None:
-        """Give every prompt's chat template these arguments.
-
-        Raises:
-            ValueError: the template does not read one of them.
-        """
-        check_arguments(self.tokenizer, arguments)
-        self.chat_template_kwargs = dict(arguments)
-
-    def encode(
-        self,
-        prompt: str | Sequence[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        literal: LiteralText | None = None,
-    ) -> list[int]:
-        """The token ids of raw text, or of chat messages by the chat template, which ends with the assistant's header.
-
-        Args:
-            tools: what the model may call, for messages: OpenAI's definitions.
-            chat_template_kwargs: arguments of the chat template, beside and before this target's own.
-            literal: encodes control tokens in the messages as text.
-
-        Raises:
-            ValueError: the target cannot read such a prompt, or its template refuses it (see `TemplateFailure`).
-        """
-        if self.tokenizer is None:
-            raise ValueError("this target has no tokenizer: pass token ids")
-        texts = [prompt] if isinstance(prompt, str) else [str(value) for message in prompt for value in message.values()]
-        try:
-            "".join(texts).encode()
-        except UnicodeEncodeError:
-            raise ValueError("the prompt has half a character (a lone surrogate): send valid Unicode") from None
-        if isinstance(prompt, str):
-            return list(self.tokenizer(prompt).input_ids)
-        if not self.tokenizer.chat_template:
-            raise ValueError(f"{self.label} has no chat template: pass the prompt as raw text")
-        arguments = {**self.chat_template_kwargs, **(chat_template_kwargs or {})}
-        settings = {**arguments, "tools": tools, "add_generation_prompt": True, "return_dict": True}
-        if literal is not None and literal.concerns(prompt, tools, arguments):
-            encoded = literal.apply_template(prompt, **settings)
-        else:
-            encoded = apply_template(self.tokenizer, prompt, **settings)
-        return list(encoded["input_ids"])
 
     @torch.inference_mode()
     def prefill(

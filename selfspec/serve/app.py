@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from selfspec.serve.answers import Answer, Events, EventStream, collect, lines, 
 from selfspec.serve.bodies import read
 from selfspec.serve.errors import ApiError, add_handlers, api_error
 from selfspec.serve.gate import REQUEST_ID, Gate
+from selfspec.serve.new_drafters import prepare_drafter
 from selfspec.serve.protocol import ChatRequest, CompletionRequest, HeadRequest
 from selfspec.serve.service import Service
 
@@ -90,7 +92,7 @@ def create_app(service: Service) -> FastAPI:
         engine = service.engine
 
         def load() -> str:
-            return engine.load(service.prepare_drafter(body.drafter), body.name)
+            return engine.load(partial(prepare_drafter, body.drafter), body.name)
 
         try:
             return _head(service, await asyncio.to_thread(load))

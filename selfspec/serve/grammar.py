@@ -16,7 +16,7 @@ from llguidance.hf import from_tokenizer
 
 from selfspec.failures import first_line
 from selfspec.loop.sampling import Grammar
-from selfspec.model.target import Target
+from selfspec.model.text_side import TextSide
 from selfspec.serve.limits import FORM_LIMITS, MAX_FORM_LENGTH
 from selfspec.serve.protocol import ResponseFormat
 
@@ -27,7 +27,7 @@ WHITESPACE = r"[ \t\n]{0,16}"
 class GrammarCompiler:
     """Makes grammars for one target's tokens."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: TextSide) -> None:
         self._eos_token_ids = list(target.eos_token_ids)
         self._vocab_size = target.vocab_size
         self._limits = LLParserLimits(**FORM_LIMITS, verbose_errors=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from selfspec.engine import SpecEngine
+from selfspec.engine import Intake
 
 # Bytes of JSON for each token of the context: text escaped as \uXXXX has some 24 a token.
 BYTES_PER_TOKEN = 32
@@ -69,7 +69,7 @@ class Limits:
     max_values: int
 
     @classmethod
-    def of(cls, engine: SpecEngine, *, max_body_bytes: int | None = None) -> Limits:
+    def of(cls, engine: Intake, *, max_body_bytes: int | None = None) -> Limits:
         """The limits of requests to an engine.
 
         Args:

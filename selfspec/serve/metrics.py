@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from selfspec.api import Completion
-from selfspec.engine import Listener
-from selfspec.loop.step import Step
+from selfspec.engine import Listener, StepCounts
 
 logger = logging.getLogger(__name__)
 
@@ -96,29 +95,29 @@ class Metrics(Listener):
         return generate_latest(self.registry)
 
     @_never_raises
-    def stepped(self, step: Step) -> None:
+    def stepped(self, step: StepCounts) -> None:
         labels = (self._model_name, step.name)
-        drafted = [emission.num_drafted for emission in step.emissions]
+        drafted, accepted = step.num_drafted, step.num_accepted
         self._passes.labels(*labels).inc()
-        self._rows.labels(*labels).inc(len(step.sequences))
-        self._window.observe(step.tree.num_nodes - 1)
+        self._rows.labels(*labels).inc(len(drafted))
+        self._window.observe(step.num_nodes - 1)
         if not any(drafted):
             self._plain_passes.labels(*labels).inc()
             return
         self._drafts.labels(*labels).inc(sum(count > 0 for count in drafted))
         self._draft_tokens.labels(*labels).inc(sum(drafted))
-        self._accepted.labels(*labels).inc(sum(emission.num_accepted for emission in step.emissions))
-        deepest = max(emission.num_accepted for emission in step.emissions)
-        for depth in range(deepest):
-            num_accepted = sum(emission.num_accepted > depth for emission in step.emissions)
+        self._accepted.labels(*labels).inc(sum(accepted))
+        for depth in range(max(accepted)):
+            num_accepted = sum(count > depth for count in accepted)
             self._accepted_per_pos.labels(*labels, str(depth)).inc(num_accepted)
 
     @_never_raises
-    def emitted(self, num_tokens: int, seconds: float, *, is_first: bool) -> None:
-        self._tokens.inc(num_tokens)
-        if is_first:
-            self._first.observe(seconds)
-        else:
+    def emitted(self, pieces: Sequence[tuple[int, float, bool]]) -> None:
+        for num_tokens, seconds, is_first in pieces:
+            self._tokens.inc(num_tokens)
+            if is_first:
+                self._first.observe(seconds)
+                continue
             # The tokens of one pass come together. Each gets its share, so the sum is the time that passed.
             for _ in range(num_tokens):
                 self._between.observe(seconds / num_tokens)

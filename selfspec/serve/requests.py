@@ -10,7 +10,7 @@ from selfspec.config import SamplingParams
 from selfspec.loop.sampling import Grammar
 from selfspec.loop.sequence import PromptTooLong, Request, check_sampling
 from selfspec.model.chat import LiteralText, check_arguments, reads_tools
-from selfspec.model.target import Target
+from selfspec.model.text_side import TextSide
 from selfspec.serve.errors import ApiError, field_of
 from selfspec.serve.protocol import NOT_TEXT, ChatRequest, CompletionRequest
 
@@ -19,7 +19,7 @@ TOO_LONG = "context_length_exceeded"
 
 
 def sampling_of(
-    body: ChatRequest | CompletionRequest, target: Target, default_max_tokens: int, *, use_logprobs: bool
+    body: ChatRequest | CompletionRequest, target: TextSide, default_max_tokens: int, *, use_logprobs: bool
 ) -> SamplingParams:
     """The request's settings, checked against the target."""
     try:
@@ -51,7 +51,9 @@ def refusal(error: ValueError, param: str) -> ApiError:
     return ApiError(400, str(error), param=param, code=TOO_LONG if isinstance(error, PromptTooLong) else None)
 
 
-def encode_chat(target: Target, messages: list[dict[str, Any]], body: ChatRequest, literal: LiteralText | None) -> list[int]:
+def encode_chat(
+    target: TextSide, messages: list[dict[str, Any]], body: ChatRequest, literal: LiteralText | None
+) -> list[int]:
     """The prompt's token ids. `literal` reads control tokens in the messages as text."""
     tools, arguments = body.offered_tools or None, body.chat_template_kwargs or {}
     try:
@@ -67,7 +69,7 @@ def encode_chat(target: Target, messages: list[dict[str, Any]], body: ChatReques
         raise ApiError(400, NOT_TEXT, param="messages") from error
 
 
-def encode_prompt(target: Target, prompt: str | list[int], index: int) -> list[int]:
+def encode_prompt(target: TextSide, prompt: str | list[int], index: int) -> list[int]:
     """The token ids of raw text, or of ids; `index` is the prompt's number, for the error's sentence."""
     try:
         return encode(target, prompt, index)

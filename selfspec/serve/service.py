@@ -12,15 +12,13 @@ from pydantic import BaseModel
 from starlette.types import Message
 
 from selfspec.api import Completion
-from selfspec.drafters import Drafter, drafter_of, load_drafter
-from selfspec.drafters.names import kind_of
-from selfspec.drafters.shipped import is_head, load_head
-from selfspec.engine import SpecEngine
-from selfspec.loop.drafter import NoDrafter
+from selfspec.drafters import Drafter
+from selfspec.engine import Intake, SpecEngine
 from selfspec.loop.sampling import Grammar
 from selfspec.loop.sequence import Request
 from selfspec.model.chat import LiteralText
 from selfspec.model.target import Target
+from selfspec.model.text_side import TextSide
 from selfspec.serve.answers import Answer, ChatAnswer, CompletionAnswer, Events, while_connected
 from selfspec.serve.bodies import parse
 from selfspec.serve.errors import ApiError, api_error, field_of, unavailable
@@ -63,7 +61,7 @@ class Service:
         self.started = time.time()
         self.traffic_log: TrafficLog | None = None
         self.is_draining = False
-        self._engine: SpecEngine | None = None
+        self._engine: Intake | None = None
         self._limits: Limits | None = None
         self._lanes = Lanes()
         self._grammars: GrammarCompiler | None = None
@@ -71,13 +69,8 @@ class Service:
         self._literal: LiteralText | None = None
 
     def open(self, target: Target, drafters: list[Drafter], *, use_cost_guard: bool, capture: Capture | None = None) -> None:
-        """Start to serve. Before this, every request is told to wait."""
+        """Start to serve with an engine in this process. Before this, every request is told to wait."""
         options = self.options
-        self._syntax = Syntax.of(
-            target.tokenizer, tool_format=options.tool_format, reasoning_format=options.reasoning_format
-        )
-        if options.literal_text:
-            self._literal = LiteralText(target.tokenizer)
         engine = SpecEngine(
             target,
             drafters,
@@ -89,6 +82,16 @@ class Service:
             listener=self.metrics,
         )
         engine.warm_up()
+        self.attach(engine, capture=capture)
+
+    def attach(self, engine: Intake, *, capture: Capture | None = None) -> None:
+        """Start to serve with an engine that tells `self.metrics` what it does."""
+        target, options = engine.target, self.options
+        self._syntax = Syntax.of(
+            target.tokenizer, tool_format=options.tool_format, reasoning_format=options.reasoning_format
+        )
+        if options.literal_text:
+            self._literal = LiteralText(target.tokenizer)
         self.metrics.watch("num_requests_running", "requests in prefill or decoding", lambda: engine.num_running)
         self.metrics.watch("num_requests_waiting", "requests in the queue", lambda: engine.num_waiting)
         self.metrics.watch("kv_cache_usage_perc", "share of the KV cache in use, 0 to 1", lambda: engine.cache_use)
@@ -110,7 +113,7 @@ class Service:
         return limits
 
     @property
-    def engine(self) -> SpecEngine:
+    def engine(self) -> Intake:
         """The engine, if it takes requests; a 503 if it does not."""
         if self.is_draining:
             raise unavailable("the server is shutting down: try again later, or elsewhere", retry_seconds=10)
@@ -221,25 +224,7 @@ class Service:
 
         return form, self._submit(requests, body.drafter, prompt_field="prompt"), log
 
-    def prepare_drafter(self, spec: str) -> Callable[[], Drafter]:
-        """Do the slow part of loading a drafter, which touches nothing in use.
-
-        Returns:
-            The quick part, for the engine's thread.
-        """
-        target = self.engine.target
-        kind, source = kind_of(spec), spec.partition(":")[2]
-        is_model = kind.has_weights and source and not is_head(source)
-        if kind.heads and not is_model:
-            head = load_head(source or None, target, drafter=kind.name)
-            return lambda: drafter_of(head, target, name=spec)
-        if is_model:
-            draft_model = load_drafter(spec, target)
-            assert draft_model is not None
-            return lambda: draft_model
-        return lambda: load_drafter(spec, target) or NoDrafter()
-
-    def _target(self, model: str) -> Target:
+    def _target(self, model: str) -> TextSide:
         self.check_model(model)
         return self.engine.target
 
@@ -305,7 +290,7 @@ class Service:
             raise api_error(error) from error
 
 
-def _grammar_compiler(target: Target) -> GrammarCompiler | None:
+def _grammar_compiler(target: TextSide) -> GrammarCompiler | None:
     """Made before requests come, because it reads the whole vocabulary and holds the interpreter's lock meanwhile."""
     if target.tokenizer is None:
         return None

@@ -12,7 +12,7 @@ from typing import Any
 
 from selfspec.api import Completion
 from selfspec.heads.base import tokenizer_hash
-from selfspec.model.target import Target
+from selfspec.model.text_side import TextSide
 from selfspec.serve.protocol import ChatRequest, CompletionRequest
 from selfspec.traffic.capture import Capture
 from selfspec.traffic.conversations import Conversation, without_ids
@@ -41,7 +41,7 @@ CAPTURED = {
 class TrafficLog:
     """Logs the answers of one model."""
 
-    def __init__(self, capture: Capture, model: str, target: Target) -> None:
+    def __init__(self, capture: Capture, model: str, target: TextSide) -> None:
         self.capture = capture
         self._model = model
         self._target = target

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,7 +15,7 @@ from selfspec.api import Completion
 from selfspec.cache.blocks import CacheRow
 from selfspec.drafters import Drafter, DraftModelDrafter, EagleDrafter, NgramDrafter
 from selfspec.drafters.shipped import identity
-from selfspec.engine import EngineClosed, EngineFull, Event, Listener, SpecEngine
+from selfspec.engine import EngineClosed, EngineFull, Event, Listener, SpecEngine, StepCounts
 from selfspec.heads.eagle import EagleConfig, EagleHead
 from selfspec.loop.sequence import Request
 from selfspec.model.graphs import Graphs
@@ -84,8 +84,8 @@ def test_warming_up_leaves_graphs_and_nothing_else(
     told: list[object] = []
 
     class Told(Listener):
-        def emitted(self, *args: object, **options: object) -> None:
-            told.append(args)
+        def emitted(self, pieces: Sequence[tuple[int, float, bool]]) -> None:
+            told.append(pieces)
 
     engine = make_engine(NgramDrafter(1), max_batch=4, listener=Told(), use_cost_guard=True)
     # As on a GPU, where it has all its blocks at once.
@@ -397,9 +397,9 @@ def test_drafters_come_and_go_under_load(make_engine: MakeEngine, expected: list
 
     with ThreadPoolExecutor(2) as pool:
         run = pool.submit(lambda: answers(engine.stream(requests())))
-        assert engine.load(make, "extra") == "extra"
+        assert engine.load(lambda target: make, "extra") == "extra"
         with pytest.raises(ValueError, match="drafter 'extra' is loaded already"):
-            engine.load(make, "extra")
+            engine.load(lambda target: make, "extra")
         extra = pool.submit(lambda: answers(engine.stream(requests(), drafter="extra")))
         while not any(s.row.blocks for s in engine.call(lambda: engine._scheduler.sequences_of(engine._groups["extra"]))):
             pass
@@ -451,14 +451,15 @@ class Counting(Listener):
         self.num_emitted = self.num_first = self.num_finished = self.num_cancelled = self.num_drafted = 0
         self.num_accepted = 0
 
-    def stepped(self, step: object) -> None:
-        self.num_drafted += sum(emission.num_drafted for emission in step.emissions)
-        self.num_accepted += sum(emission.num_accepted for emission in step.emissions)
+    def stepped(self, step: StepCounts) -> None:
+        self.num_drafted += sum(step.num_drafted)
+        self.num_accepted += sum(step.num_accepted)
 
-    def emitted(self, num_tokens: int, seconds: float, *, is_first: bool) -> None:
-        assert seconds >= 0
-        self.num_emitted += num_tokens
-        self.num_first += is_first
+    def emitted(self, pieces: Sequence[tuple[int, float, bool]]) -> None:
+        for num_tokens, seconds, is_first in pieces:
+            assert seconds >= 0
+            self.num_emitted += num_tokens
+            self.num_first += is_first
 
     def finished(self, completion: Completion, seconds: float) -> None:
         assert seconds >= completion.seconds >= completion.prefill_seconds > 0

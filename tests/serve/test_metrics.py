@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
+from selfspec.engine import StepCounts
 from selfspec.serve.metrics import Metrics
 
 Call = Callable[[Metrics], None]
 
 
-def step(**changes: Any) -> Any:
+def step(**changes: Any) -> StepCounts:
     """A step of one sequence with two drafts, of which one was accepted."""
-    emission = SimpleNamespace(num_drafted=2, num_accepted=1)
-    whole = {
-        "name": "ngram",
-        "emissions": [emission],
-        "sequences": [None],
-        "tree": SimpleNamespace(num_nodes=3),
-    }
-    return SimpleNamespace(**{**whole, **changes})
-
-
-def emissions(num_drafted: Any, num_accepted: Any) -> list[Any]:
-    return [SimpleNamespace(num_drafted=num_drafted, num_accepted=num_accepted)]
+    return replace(StepCounts("ngram", num_nodes=3, num_drafted=[2], num_accepted=[1]), **changes)
 
 
 ODD: dict[str, Call] = {
-    "a step without sequences": lambda m: m.stepped(step(emissions=[], sequences=[])),
+    "a step without sequences": lambda m: m.stepped(step(num_drafted=[], num_accepted=[])),
     "a step of nothing": lambda m: m.stepped(None),  # type: ignore[arg-type]
-    "a step without a tree": lambda m: m.stepped(step(tree=None)),
+    "a step without a tree": lambda m: m.stepped(step(num_nodes=None)),
     "a drafter without a name": lambda m: m.stepped(step(name=None)),
-    "fewer than no drafts": lambda m: m.stepped(step(emissions=emissions(-1, 0))),
-    "fewer than none accepted": lambda m: m.stepped(step(emissions=emissions(2, -3))),
-    "counts that are no numbers": lambda m: m.stepped(step(emissions=emissions("2", None))),
-    "no tokens": lambda m: m.emitted(0, 0.1, is_first=False),
-    "fewer than no tokens": lambda m: m.emitted(-1, 0.1, is_first=True),
-    "seconds that are no number": lambda m: m.emitted(1, "soon", is_first=True),  # type: ignore[arg-type]
+    "fewer than no drafts": lambda m: m.stepped(step(num_drafted=[-1], num_accepted=[0])),
+    "fewer than none accepted": lambda m: m.stepped(step(num_drafted=[2], num_accepted=[-3])),
+    "counts that are no numbers": lambda m: m.stepped(step(num_drafted=["2"], num_accepted=[None])),
+    "no tokens": lambda m: m.emitted([(0, 0.1, False)]),
+    "fewer than no tokens": lambda m: m.emitted([(-1, 0.1, True)]),
+    "seconds that are no number": lambda m: m.emitted([(1, "soon", True)]),  # type: ignore[arg-type]
     "a completion of nothing": lambda m: m.finished(None, 1.0),  # type: ignore[arg-type]
 }
 
@@ -51,7 +41,7 @@ def test_odd_news_does_not_raise_and_the_next_is_counted(name: str) -> None:
     ODD[name](metrics)
     before = sample(metrics, "spec_decode_num_accepted_tokens_total")
     metrics.stepped(step())
-    metrics.emitted(2, 0.1, is_first=True)
+    metrics.emitted([(2, 0.1, True)])
     metrics.failed(is_cancelled=True)
     metrics.preempted()
     assert sample(metrics, "spec_decode_num_accepted_tokens_total") == before + 1
@@ -65,7 +55,7 @@ def sample(metrics: Metrics, name: str) -> float:
 def test_a_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     metrics = Metrics("tiny")
     for _ in range(3):
-        metrics.stepped(step(tree=None))
+        metrics.stepped(step(num_nodes=None))
     assert [record.getMessage() for record in caplog.records] == [
         "metrics: stepped failed; some figures are missing from now on"
     ]
