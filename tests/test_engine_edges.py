@@ -311,7 +311,7 @@ def test_a_drafter_that_failed_is_tried_again_later(
     drafter.is_broken = False
     assert not engine.problems
     assert tokens_of(Caller(engine, good_requests())) == expected(target)
-    assert not engine._health._problems, "one that drafts again has no past"
+    assert not engine.health._problems, "one that drafts again has no past"
 
 
 # Listeners and callers.

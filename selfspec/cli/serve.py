@@ -1,5 +1,6 @@
 """`selfspec serve`: the target as an OpenAI-compatible server."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +12,7 @@ from selfspec.model.default_target import source_of
 from selfspec.serve.options import ServeOptions
 
 if TYPE_CHECKING:
+    from selfspec.engine import Listener, SpecEngine
     from selfspec.traffic.capture import Capture
 
 
@@ -46,7 +48,8 @@ def register(cli: typer.Typer) -> None:
                 "serving needs fastapi, uvicorn and prometheus-client: pip install 'selfspec[serve]'"
             ) from error
 
-        from selfspec.drafters.options import load_drafter_of, load_target
+        from selfspec.model.load import resolve_device
+        from selfspec.serve.remote import RemoteEngine
         from selfspec.serve.server import listen, run
         from selfspec.serve.service import Service
 
@@ -58,14 +61,49 @@ def register(cli: typer.Typer) -> None:
         listener = listen(host, port)
         url = f"http://{host}:{listener.getsockname()[1]}/v1"
 
+        make = partial(load_engine, target, drafter or ["ngram"], draft, options)
+
         def load() -> None:
-            model = load_target(target)
-            loaded = [load_drafter_of(draft, spec, model) for spec in dict.fromkeys(drafter or ["ngram"])]
-            drafters = [each for each in loaded if each is not None]
-            service.open(model, drafters, use_cost_guard=not draft.no_cost_guard, capture=capture)
+            has_process = options.http_process == "on"
+            if options.http_process == "auto":
+                has_process = resolve_device(target.device).type == "cuda"
+            if has_process:
+                make_there = partial(make, makes_text=False)
+                engine = RemoteEngine(
+                    make_there, listener=service.metrics, on_death=service.fail, log_level=options.log_level
+                )
+                service.attach(engine, capture=capture)
+            else:
+                service.attach(make(service.metrics), capture=capture)
             typer.echo(f"{url} serves {service.name} (Ctrl-C ends it)")
 
         run(service, listener, load)
+
+
+def load_engine(
+    target: TargetOptions,
+    drafters: list[str],
+    draft: DraftOptions,
+    options: ServeOptions,
+    listener: "Listener",
+    *,
+    makes_text: bool = True,
+) -> "SpecEngine":
+    """The engine that the options name, warm. It may be called in a process of its own."""
+    from selfspec.drafters.options import load_drafter_of, load_target
+    from selfspec.serve.engines import make_engine
+
+    quiet_libraries()
+    model = load_target(target)
+    loaded = [load_drafter_of(draft, spec, model) for spec in dict.fromkeys(drafters)]
+    return make_engine(
+        model,
+        [each for each in loaded if each is not None],
+        options,
+        use_cost_guard=not draft.no_cost_guard,
+        listener=listener,
+        makes_text=makes_text,
+    )
 
 
 def open_capture(options: ServeOptions) -> "Capture | None":

@@ -106,7 +106,7 @@ class SpecEngine(Intake):
         self.use_cost_guard = use_cost_guard
         self.makes_text = makes_text
         self.listener = listener or Listener()
-        self._health = Health()
+        self.health = Health()
         self._drafters: dict[str, Drafter] = {drafter.name: drafter for drafter in drafters}
         self.default_drafter = next(iter(self._drafters), NoDrafter.name)
         self._drafters.setdefault(NoDrafter.name, NoDrafter())
@@ -132,7 +132,7 @@ class SpecEngine(Intake):
     @property
     def problems(self) -> dict[str, str]:
         """Why drafters that are loaded do not draft at present, by name."""
-        return self._health.problems
+        return self.health.problems
 
     @property
     def max_cached_tokens(self) -> int:
@@ -196,7 +196,7 @@ class SpecEngine(Intake):
                 self._scheduler.move(sequence, self._plain)
             self._scheduler.remove_group(group)
             del self._drafters[name]
-            self._health.forget(name)
+            self.health.forget(name)
 
         self.call(remove)
 
@@ -301,7 +301,7 @@ class SpecEngine(Intake):
             self._tell(self.listener.stepped, StepCounts.of(step))
             if step.tree.num_nodes > 1:
                 # It drafts again, so what went wrong before no longer counts.
-                self._health.forget(step.name)
+                self.health.forget(step.name)
             now = time.perf_counter()
             for sequence in step.sequences:
                 self._deliver(sequence, now)
@@ -322,7 +322,7 @@ class SpecEngine(Intake):
                 sequence = self._scheduler.submit(request, group)
             except Exception as error:
                 # For instance, its grammar cannot begin.
-                self._close(1)
+                self._note_ended(1)
                 self._tell(self.listener.failed, is_cancelled=False)
                 self._outbox.append((handle, Event(request, error=error)))
                 continue
@@ -393,7 +393,7 @@ class SpecEngine(Intake):
 
     def _forget(self, sequence: Sequence) -> None:
         if self._streams.pop(sequence, None) is not None:
-            self._close(1)
+            self._note_ended(1)
 
     def _recover(self, failure: StageError, sequences: list[Sequence]) -> None:
         """Go on after a stage failed, with every sequence that can still be served.
@@ -403,7 +403,7 @@ class SpecEngine(Intake):
         """
         group = self._scheduler.group_of(sequences[0])
         if failure.stage is Stage.DRAFT and group is not self._plain:
-            seconds = self._health.note_failure(group.name, failure.error)
+            seconds = self.health.note_failure(group.name, failure.error)
             logger.warning("drafter %s failed and is left out for %.0f seconds", group.name, seconds, exc_info=failure.error)
             self._tell(self.listener.drafter_failed, group.name)
             # All its sequences, waiting ones too, in the order of arrival.

@@ -26,11 +26,7 @@ class EngineClosed(Exception):
 
 @dataclass(slots=True)
 class Event:
-    """News of one request: what was added, and at the end the completion or an error.
-
-    Attributes:
-        num_steps: how many steps of the engine this is the news of.
-    """
+    """News of one request: what was added, and at the end the completion or an error."""
 
     request: Request
     text: str = ""
@@ -39,11 +35,17 @@ class Event:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     completion: Completion | None = None
     error: Exception | None = None
-    num_steps: int = 1
 
     @property
     def is_last(self) -> bool:
         return self.completion is not None or self.error is not None
+
+    def with_text(self) -> Event:
+        """This event with its text, which an engine in another process leaves to the thread that reads its events.
+
+        That thread calls this once for each event, in their order.
+        """
+        return self
 
 
 @dataclass(frozen=True)

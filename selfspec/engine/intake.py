@@ -86,6 +86,8 @@ class Intake(ABC):
     ) -> Cancellable:
         """Take all of `requests`, or none. `on_event` is called on a thread of the engine's and must not block.
 
+        An event has its text after `Event.with_text`.
+
         Raises:
             ValueError: a request can never be served, or the drafter is not loaded.
             EngineFull: too many requests are open at present.
@@ -168,7 +170,7 @@ class Intake(ABC):
         try:
             num_left = len(requests)
             while num_left:
-                event = events.get()
+                event = events.get().with_text()
                 num_left -= event.is_last
                 yield event
         finally:
@@ -197,7 +199,7 @@ class Intake(ABC):
         """Seconds until a place is likely to be free: what requests took lately, divided by how many run together."""
         return max(1, min(60, math.ceil(fmean(self._recent) / self.max_batch))) if self._recent else 1
 
-    def _close(self, num_requests: int) -> None:
+    def _note_ended(self, num_requests: int) -> None:
         """Note that requests have ended."""
         with self._changed:
             self._num_open -= num_requests

@@ -73,8 +73,8 @@ class TextStream:
         self._num_ahead = 0
         self._before: list[int] = []
         self._text_before = ""
-        if tokenizer is not None:
-            self._note_before(context_of(tokenizer, context, skip_special_tokens=skip_special_tokens))
+        # Not decoded before there is something to decode after it.
+        self._context: Sequence[int] | None = context
         self.stop_string: str | None = None
 
     @property
@@ -85,6 +85,10 @@ class TextStream:
         """Add a token. Returns True when it completes a stop string; the text then ends before that string."""
         if self._tokenizer is None:
             return False
+        if self._context is not None:
+            before = context_of(self._tokenizer, self._context, skip_special_tokens=self._skip_special_tokens)
+            self._note_before(before)
+            self._context = None
         self._pending.append(token_id)
         fresh = self._fresh_text()
         begin = self._num_characters
@@ -105,6 +109,8 @@ class TextStream:
 
     def take(self, *, is_last: bool = False) -> str:
         """The text that may be shown and was not taken before; all the rest once the sequence has ended."""
+        if self._tokenizer is None:
+            return ""
         is_open = not is_last and self.stop_string is None
         end = self._num_characters - (max((stop.size for stop in self._stops), default=0) if is_open else 0)
         self._text.seek(self._num_taken)

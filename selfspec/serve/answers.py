@@ -1,58 +1,25 @@
-"""Turns an engine's events into the JSON that clients know, as a whole answer or as a stream."""
+"""The JSON that clients know, from an engine's events: whole answers, and the pieces of a stream."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
-
 from selfspec.api import Completion
-from selfspec.engine import Event, SpecEngine
+from selfspec.engine import Event
 from selfspec.loop.sequence import Request
-from selfspec.serve.errors import api_error
 from selfspec.serve.parts import PartParser, Parts
 from selfspec.serve.token_names import Place, Reading, TokenText
 
 JSON = dict[str, Any]
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
-class Events:
-    """The events of one call's requests, on the event loop. Closing it early cancels the requests that are left.
-
-    Raises:
-        ValueError, EngineFull, EngineClosed: the engine does not take the requests (see `SpecEngine.submit`).
-    """
-
-    def __init__(self, engine: SpecEngine, requests: Sequence[Request], drafter: str | None) -> None:
-        loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Event] = asyncio.Queue()
-        self._num_left = len(requests)
-
-        def put(event: Event) -> None:
-            loop.call_soon_threadsafe(self._queue.put_nowait, event)
-
-        self._handle = engine.submit(requests, put, drafter=drafter)
-
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        while self._num_left:
-            event = await self._queue.get()
-            self._num_left -= event.is_last
-            if event.error is not None:
-                # A call has one answer, so its other samples are of no use now.
-                self.close()
-                raise event.error
-            yield event
-
-    def close(self) -> None:
-        if self._num_left:
-            self._num_left = 0
-            self._handle.cancel()
+def to_json(content: Any) -> bytes:
+    return _ENCODER.encode(content).encode()
 
 
 class Answer(ABC):
@@ -79,6 +46,8 @@ class Answer(ABC):
         requests: Sequence[Request],
     ) -> None:
         self.head: JSON = {"id": answer_id, "created": int(time.time()), "model": model}
+        # What all pieces of a stream begin with is written once.
+        self._opening = to_json({**self.head, "object": self.chunk_kind})[:-1] + b',"choices":'
         self.num_samples = num_samples
         self.drafter = drafter
         self._tokenizer = tokenizer
@@ -94,16 +63,18 @@ class Answer(ABC):
         choices = [self.choice(index, each) | self._end(index, each) for index, each in enumerate(order)]
         return {**self.head, "object": self.kind, "choices": choices, "usage": usage(order, self.drafter)}
 
-    def chunk(self, choices: list[JSON], **more: Any) -> JSON:
-        return {**self.head, "object": self.chunk_kind, "choices": choices, **more}
+    def line(self, choices: list[JSON], **more: Any) -> bytes:
+        """A chunk of a stream as a server-sent event."""
+        end = b"," + to_json(more)[1:] if more else b"}"
+        return b"data: " + self._opening + to_json(choices) + end + b"\n\n"
 
-    def first_chunks(self, num_prompts: int) -> list[JSON]:
-        """The chunks that open a stream."""
+    def first_choices(self, num_prompts: int) -> list[JSON]:
+        """What opens a stream, a chunk each."""
         return []
 
-    def next_chunk(self, event: Event, **more: Any) -> JSON:
-        """The chunk of an event."""
-        return self.chunk([self.piece(event) | self._end(self.choice_index(event.request), event.completion)], **more)
+    def next_choice(self, event: Event) -> JSON:
+        """What an event adds to a stream."""
+        return self.piece(event) | self._end(self.choice_index(event.request), event.completion)
 
     @abstractmethod
     def choice(self, index: int, completion: Completion) -> JSON:
@@ -149,12 +120,10 @@ class ChatAnswer(Answer):
         self._parsers: dict[int, PartParser | None] = {}
         self._num_calls: dict[int, int] = {}
 
-    def first_chunks(self, num_prompts: int) -> list[JSON]:
+    def first_choices(self, num_prompts: int) -> list[JSON]:
         opening = {"role": "assistant", "content": ""}
-        return [
-            self.chunk([{"index": index, "delta": opening, "logprobs": None, "finish_reason": None}])
-            for index in range(num_prompts * self.num_samples)
-        ]
+        indices = range(num_prompts * self.num_samples)
+        return [{"index": index, "delta": opening, "logprobs": None, "finish_reason": None} for index in indices]
 
     def message(self, completion: Completion) -> JSON:
         """The answer, taken apart."""
@@ -287,105 +256,3 @@ def running_usage(num_prompt: int, num_completion: int, num_passes: int) -> JSON
         "total_tokens": num_prompt + num_completion,
         "speculation": {"verify_passes": num_passes},
     }
-
-
-async def collect(events: Events, on_completion: Callable[[Completion], None]) -> list[Completion]:
-    """All completions of a call; `on_completion` is called with each as soon as it is there."""
-    completions = []
-    async for event in events:
-        if event.completion is not None:
-            on_completion(event.completion)
-            completions.append(event.completion)
-    return completions
-
-
-async def lines(
-    answer: Answer,
-    events: Events,
-    on_completion: Callable[[Completion], None],
-    *,
-    num_prompts: int,
-    wants_usage: bool,
-    wants_running_usage: bool,
-    use_logprobs: bool,
-) -> AsyncIterator[bytes]:
-    """A stream's server-sent events. An error in the middle is an event of its own, the last one."""
-    completions = []
-    # If usage is asked for, OpenAI's chunks have an empty one until the last.
-    more: JSON = {"usage": None} if wants_usage else {}
-    # For each choice, its tokens and passes so far.
-    running: dict[int, tuple[int, int]] = {}
-    try:
-        for chunk in answer.first_chunks(num_prompts):
-            yield _line({**chunk, **more})
-        async for event in events:
-            if event.completion is not None:
-                on_completion(event.completion)
-                completions.append(event.completion)
-            if wants_running_usage:
-                index = answer.choice_index(event.request)
-                num_tokens, num_passes = running.get(index, (0, 0))
-                running[index] = num_tokens, num_passes = num_tokens + len(event.token_ids), num_passes + 1
-                more = {"usage": running_usage(len(event.request.prompt_ids), num_tokens, num_passes)}
-            # A step may have nothing to show: its text waits for the rest of a character, or may become a stop string.
-            has_counts = (use_logprobs or wants_running_usage) and event.token_ids
-            chunk = answer.next_chunk(event, **more)
-            said = chunk["choices"][0]
-            if said.get("delta") or said.get("text") or event.completion is not None or has_counts:
-                yield _line(chunk)
-        if wants_usage:
-            yield _line(answer.chunk([], usage=usage(completions, answer.drafter)))
-        yield b"data: [DONE]\n\n"
-    except Exception as error:
-        yield _line(api_error(error).body())
-
-
-def _line(content: JSON) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-class EventStream(Response):
-    """Sends lines as they come. When the client goes, it stops at once, even while there is nothing to send.
-
-    It closes the events itself, because a client may go before the first line is asked for, and a generator that never
-    started runs no `finally`.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(self, lines: AsyncIterator[bytes], events: Events) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._lines = lines
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await while_connected(receive, self._send(send))
-        finally:
-            self._events.close()
-            await self._lines.aclose()  # type: ignore[attr-defined]
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for line in self._lines:
-            await send({"type": "http.response.body", "body": line, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def while_connected(receive: Callable[[], Awaitable[Message]], work: Any) -> Any:
-    """The result of `work`. If the client goes first, the work is cancelled and the result is None."""
-
-    async def until_gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(until_gone())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].result() if tasks[0].done() else None
-    finally:
-        for task in tasks:
-            task.cancel()
-        # A cancelled task runs on until its next await.
-        await asyncio.gather(*tasks, return_exceptions=True)

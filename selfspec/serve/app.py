@@ -18,13 +18,14 @@ from starlette.requests import ClientDisconnect
 from selfspec import __version__
 from selfspec.api import Completion
 from selfspec.failures import describe
-from selfspec.serve.answers import Answer, Events, EventStream, collect, lines, while_connected
+from selfspec.serve.answers import Answer
 from selfspec.serve.bodies import read
 from selfspec.serve.errors import ApiError, add_handlers, api_error
 from selfspec.serve.gate import REQUEST_ID, Gate
 from selfspec.serve.new_drafters import prepare_drafter
 from selfspec.serve.protocol import ChatRequest, CompletionRequest, HeadRequest
 from selfspec.serve.service import Service
+from selfspec.serve.streams import Events, EventStream, collect, lines, while_connected
 
 Form = TypeVar("Form", ChatRequest, CompletionRequest)
 # What a client wants and what `Service.chat` and `Service.complete` make of it.

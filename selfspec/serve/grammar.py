@@ -7,6 +7,7 @@ parser stays at the last path that was asked about, and moves back and forth fro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ class GrammarCompiler:
             # Of a kind that llguidance does not know. Only those who ask for a form need to be told.
             self._problem = f"response_format cannot be used with this model's tokenizer ({first_line(error)}): leave it out"
 
-    def compile(self, wanted: ResponseFormat) -> Callable[[], Grammar] | None:
+    def compile(self, wanted: ResponseFormat) -> CompiledForm | None:
         """A function that begins a grammar for each answer; None if any text will do.
 
         It needs a stack of `FORM_STACK_BYTES`, because llguidance follows the references of a form recursively.
@@ -57,13 +58,7 @@ class GrammarCompiler:
             raise ValueError(
                 f"response_format has {len(source)} characters: use a form of at most {MAX_FORM_LENGTH} characters"
             )
-        beginning = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
-        if beginning.is_error():
-            raise ValueError(f"response_format cannot be used: {_sentence(beginning.get_error())}")
-
-        def begin() -> Grammar:
-            return _Parser(beginning.deep_copy(), self._vocab_size, self._eos_token_ids)
-
+        begin = self.open(source)
         # Two steps are tried here, because the first ones are the slowest, and a form may be too complex from there on.
         trial = begin()
         token_id = int(trial.allowed([]).nonzero()[0])
@@ -71,6 +66,39 @@ class GrammarCompiler:
         if trial.problem is not None:
             raise ValueError(trial.problem)
         return begin
+
+    def open(self, source: str) -> CompiledForm:
+        """A form from its source in llguidance's own notation, which is not tried.
+
+        Raises:
+            ValueError: it is not valid.
+        """
+        beginning = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        if beginning.is_error():
+            raise ValueError(f"response_format cannot be used: {_sentence(beginning.get_error())}")
+        return CompiledForm(source, lambda: _Parser(beginning.deep_copy(), self._vocab_size, self._eos_token_ids))
+
+
+@dataclass(frozen=True)
+class FormSource:
+    """What goes to another process in place of a compiled form."""
+
+    source: str
+
+
+@dataclass(frozen=True)
+class CompiledForm:
+    """Begins a grammar for each answer that has the form."""
+
+    source: str
+    begin: Callable[[], Grammar]
+
+    def __call__(self) -> Grammar:
+        return self.begin()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A parser cannot leave its process.
+        return FormSource, (self.source,)
 
 
 def _source(wanted: ResponseFormat) -> str:

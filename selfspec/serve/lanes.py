@@ -40,6 +40,18 @@ class Lanes:
             lane.close()
 
 
+def single_thread(name: str, stack_bytes: int = 0) -> ThreadPoolExecutor:
+    """A thread for work of one kind; 0 bytes are the usual stack."""
+    pool = ThreadPoolExecutor(1, name)
+    # A thread gets the stack size that is set when it starts, and a pool starts its thread with its first work.
+    usual = threading.stack_size(stack_bytes)
+    try:
+        pool.submit(int).result()
+    finally:
+        threading.stack_size(usual)
+    return pool
+
+
 class _Lane:
     """A thread and its queue. One thread, because most of the work holds the interpreter's lock.
 
@@ -50,13 +62,7 @@ class _Lane:
     def __init__(self, name: str, max_waiting: int, *, stack_bytes: int = 0) -> None:
         self._max_waiting = max_waiting
         self._num_waiting = 0
-        self._pool = ThreadPoolExecutor(1, f"selfspec-{name}")
-        # A thread gets the stack size that is set when it starts, and a pool starts its thread with its first work.
-        usual = threading.stack_size(stack_bytes)
-        try:
-            self._pool.submit(int).result()
-        finally:
-            threading.stack_size(usual)
+        self._pool = single_thread(f"selfspec-{name}", stack_bytes)
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         if self._num_waiting == self._max_waiting:

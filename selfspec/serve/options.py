@@ -10,6 +10,7 @@ from pathlib import Path
 CHANNELS = "harmony"
 TOOL_FORMATS = ("auto", "none", "hermes", "mistral", "llama3", CHANNELS)
 REASONING_FORMATS = ("auto", "none", "think", "mistral", CHANNELS)
+HTTP_PROCESS = ("auto", "on", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -55,6 +56,10 @@ class ServeOptions:
     max_body_megabytes: int | None = field(
         default=None, metadata={"help": "most megabytes of a request; by default 1, and more where the context is long"}
     )
+    http_process: str = field(
+        default="auto",
+        metadata={"help": "on or off: HTTP and the engine in two processes; auto is on where the target is on a GPU"},
+    )
     log_level: str = field(
         default="info", metadata={"help": "debug, info (a line for each request), warning or error: what is logged"}
     )
@@ -73,7 +78,11 @@ class ServeOptions:
             value = getattr(self, name)
             if value < least:
                 raise ValueError(f"{name}={value} is not allowed: use {least} or more")
-        for name, known in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):
+        for name, known in (
+            ("tool_format", TOOL_FORMATS),
+            ("reasoning_format", REASONING_FORMATS),
+            ("http_process", HTTP_PROCESS),
+        ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known: use one of {', '.join(known)}")
         if not self.drain_seconds >= 0:

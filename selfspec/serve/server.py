@@ -6,15 +6,14 @@ import gc
 import logging
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, TextIO
 
 import uvicorn
 
 from selfspec.serve.app import create_app
+from selfspec.serve.logs import log_config
 from selfspec.serve.service import Service
 
 logger = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ def run(service: Service, listener: socket.socket, load: Callable[[], None]) -> 
     config = uvicorn.Config(
         create_app(service),
         lifespan="off",
-        log_config=_log_config(service.options.log_level),
+        log_config=log_config(service.options.log_level),
         # The gate writes those lines.
         access_log=False,
         server_header=False,
@@ -56,6 +55,10 @@ def run(service: Service, listener: socket.socket, load: Callable[[], None]) -> 
     server = _Server(config, service)
     problems: list[BaseException] = []
 
+    def fail(error: BaseException) -> None:
+        problems.append(error)
+        server.should_exit = True
+
     def load_or_end() -> None:
         try:
             load()
@@ -63,9 +66,9 @@ def run(service: Service, listener: socket.socket, load: Callable[[], None]) -> 
             gc.collect()
             gc.freeze()
         except BaseException as error:
-            problems.append(error)
-            server.should_exit = True
+            fail(error)
 
+    service.on_failure = fail
     loading = threading.Thread(target=load_or_end, name="selfspec-load", daemon=True)
     loading.start()
     try:
@@ -76,31 +79,6 @@ def run(service: Service, listener: socket.socket, load: Callable[[], None]) -> 
         gc.unfreeze()
     if problems:
         raise problems[0]
-
-
-class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what stderr is when it writes, not to what it was when the server started."""
-
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> TextIO:  # type: ignore[override]
-        return sys.stderr
-
-
-def _log_config(level: str) -> dict[str, Any]:
-    """Lines on stderr; of uvicorn's own only what went wrong, because it does not know what a drain is."""
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(message)s"}},
-        "handlers": {"stderr": {"()": _StderrHandler, "formatter": "line"}},
-        "loggers": {
-            "selfspec": {"handlers": ["stderr"], "level": level.upper()},
-            "uvicorn": {"handlers": ["stderr"], "level": max("WARNING", level.upper(), key=logging.getLevelName)},
-        },
-    }
 
 
 class _Server(uvicorn.Server):

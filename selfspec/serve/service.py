@@ -13,22 +13,25 @@ from starlette.types import Message
 
 from selfspec.api import Completion
 from selfspec.drafters import Drafter
-from selfspec.engine import Intake, SpecEngine
+from selfspec.engine import Intake
 from selfspec.loop.sampling import Grammar
 from selfspec.loop.sequence import Request
 from selfspec.model.chat import LiteralText
 from selfspec.model.target import Target
 from selfspec.model.text_side import TextSide
-from selfspec.serve.answers import Answer, ChatAnswer, CompletionAnswer, Events, while_connected
+from selfspec.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from selfspec.serve.bodies import parse
+from selfspec.serve.engines import make_engine
 from selfspec.serve.errors import ApiError, api_error, field_of, unavailable
 from selfspec.serve.forced_calls import forced_grammar
+from selfspec.serve.forms import grammar_compiler
 from selfspec.serve.lanes import Lanes
 from selfspec.serve.limits import Limits
 from selfspec.serve.metrics import Metrics
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.protocol import ChatRequest, CompletionRequest, NamedTool, ResponseFormat
 from selfspec.serve.requests import TOO_LONG, encode_chat, encode_prompt, refusal, requests_of, sampling_of
+from selfspec.serve.streams import Doorbells, Events, while_connected
 from selfspec.serve.syntax import Syntax
 from selfspec.serve.traffic_log import TrafficLog
 from selfspec.traffic.capture import Capture
@@ -61,27 +64,19 @@ class Service:
         self.started = time.time()
         self.traffic_log: TrafficLog | None = None
         self.is_draining = False
+        # Called if the engine ends by itself; the server then ends, too.
+        self.on_failure: Callable[[Exception], None] = lambda error: None
         self._engine: Intake | None = None
         self._limits: Limits | None = None
         self._lanes = Lanes()
+        self._doorbells = Doorbells()
         self._grammars: GrammarCompiler | None = None
         self._syntax: Syntax | None = None
         self._literal: LiteralText | None = None
 
     def open(self, target: Target, drafters: list[Drafter], *, use_cost_guard: bool, capture: Capture | None = None) -> None:
         """Start to serve with an engine in this process. Before this, every request is told to wait."""
-        options = self.options
-        engine = SpecEngine(
-            target,
-            drafters,
-            max_batch=options.max_batch,
-            max_waiting=options.max_waiting,
-            cache_tokens=options.cache_tokens,
-            prefill_tokens=options.prefill_tokens,
-            use_cost_guard=use_cost_guard,
-            listener=self.metrics,
-        )
-        engine.warm_up()
+        engine = make_engine(target, drafters, self.options, use_cost_guard=use_cost_guard, listener=self.metrics)
         self.attach(engine, capture=capture)
 
     def attach(self, engine: Intake, *, capture: Capture | None = None) -> None:
@@ -99,7 +94,7 @@ class Service:
             self.traffic_log = TrafficLog(capture, self.name, target)
             self.metrics.watch("captured_conversations", "conversations logged", lambda: capture.num_written)
             self.metrics.watch("capture_dropped", "conversations that could not be logged", lambda: capture.num_dropped)
-        self._grammars = _grammar_compiler(target)
+        self._grammars = grammar_compiler(target)
         max_megabytes = options.max_body_megabytes
         self._limits = Limits.of(engine, max_body_bytes=None if max_megabytes is None else max_megabytes << 20)
         self._engine = engine
@@ -120,6 +115,11 @@ class Service:
         if self._engine is None:
             raise unavailable(f"{self.name} is being loaded: try again in a moment", retry_seconds=5)
         return self._engine
+
+    def fail(self, error: Exception) -> None:
+        """Take no more requests, because the engine has ended by itself."""
+        self.is_draining = True
+        self.on_failure(error)
 
     def drain(self) -> None:
         """Refuse new requests, and give running ones `drain_seconds` to end. Blocks."""
@@ -282,20 +282,9 @@ class Service:
     def _submit(self, requests: list[Request], drafter: str | None, *, prompt_field: str) -> Events:
         engine = self.engine
         try:
-            return Events(engine, requests, drafter)
+            return Events(engine, requests, drafter, self._doorbells.here())
         except ValueError as error:
             # What is left that the engine can refuse is the prompt's length.
             raise refusal(error, field_of(str(error)) or prompt_field) from error
         except Exception as error:
             raise api_error(error) from error
-
-
-def _grammar_compiler(target: TextSide) -> GrammarCompiler | None:
-    """Made before requests come, because it reads the whole vocabulary and holds the interpreter's lock meanwhile."""
-    if target.tokenizer is None:
-        return None
-    try:
-        from selfspec.serve.grammar import GrammarCompiler
-    except ImportError:
-        return None
-    return GrammarCompiler(target)

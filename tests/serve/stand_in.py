@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -30,14 +32,15 @@ from selfspec.loop.sequence import Emission, Request, Sequence
 from selfspec.loop.step import Group, Step, StepSeconds
 from selfspec.model.target import Target
 from selfspec.serve.options import ServeOptions
+from selfspec.serve.remote import RemoteEngine
 from selfspec.serve.server import listen, run
 from selfspec.serve.service import Service
 from selfspec.tree import chain
 
 TEXT = (
-    "The harbour lay still that morning, and the boats moved only when a gull landed on one of them. Nobody spoke: the old men "
-    "mended their nets, the children counted crabs, and a dog slept in the shade of an upturned hull. At nine o'clock the ferry "
-    "came round the headland, “half an hour early”, as Marta said, because the tide was with it. "
+    "The harbour lay still that morning, and the boats moved only when a gull landed on one of them. Nobody spoke: the old "
+    "men mended their nets, the children counted crabs, and a dog slept in the shade of an upturned hull. At nine o'clock "
+    "the ferry came round the headland, “half an hour early”, as Marta said, because the tide was with it. "
 )
 
 
@@ -51,12 +54,13 @@ class TimedScheduler(Scheduler):
         self._text = scheduler.target.tokenizer(TEXT).input_ids
         self._running: list[Sequence] = []
         self._done = self._launched = time.perf_counter()
+        self._computed = 0.0
         self._acceptance = Acceptance(*torch.zeros(4, 1, dtype=torch.int64))
         self._forget()
 
     def _forget(self) -> None:
         self._num_full = 0
-        self._full_seconds = self._busy_seconds = 0.0
+        self._full_seconds = self._busy_seconds = self._computing_seconds = 0.0
 
     def submit(self, request: Request, group: Group) -> Sequence:
         sequence = super().submit(request, group)
@@ -64,11 +68,13 @@ class TimedScheduler(Scheduler):
         return sequence
 
     def round(self) -> list[Step]:
+        # Counted once a whole step has been full.
+        was_full = len(self._running) == self.max_batch
         while self.waiting and len(self._running) < self.max_batch:
             self._running.append(self.waiting.popleft())
         if not self._running:
             return []
-        before, handled = self._launched, time.perf_counter()
+        before, handled, computing = self._launched, time.perf_counter(), time.thread_time()
         # The interpreter is free while the device works.
         time.sleep(max(self._done - handled, 0))
         # The next step is launched before this one's tokens are handled.
@@ -76,10 +82,12 @@ class TimedScheduler(Scheduler):
         self._done = max(self._done, self._launched) + self._seconds
         while time.perf_counter() < self._launched + self._host_seconds:
             pass
-        if len(self._running) == self.max_batch:
+        if was_full:
             self._num_full += 1
             self._full_seconds += self._launched - before
             self._busy_seconds += handled - before
+            self._computing_seconds += computing - self._computed
+        self._computed = time.thread_time()
         stepped, emissions = list(self._running), []
         for sequence in stepped:
             sequence.num_target_passes += 1
@@ -100,6 +108,7 @@ class TimedScheduler(Scheduler):
                 "engine_tokens_per_second": self._num_full * self.max_batch / self._full_seconds,
                 "step_ms": 1000 * self._full_seconds / self._num_full,
                 "host_ms": 1000 * self._busy_seconds / self._num_full,
+                "host_cpu_ms": 1000 * self._computing_seconds / self._num_full,
             }
             print(json.dumps(facts), flush=True)  # noqa: T201
             self._forget()
@@ -113,8 +122,11 @@ def tiny_target(source: str) -> Target:
     return Target(LlamaForCausalLM(config).eval(), tokenizer, name=source)
 
 
-def timed_engine(listener: Listener, *, source: str, streams: int, seconds: float, host_seconds: float) -> SpecEngine:
-    engine = SpecEngine(tiny_target(source), [NgramDrafter(4)], max_batch=streams, cache_tokens=1 << 20, listener=listener)
+def timed_engine(
+    listener: Listener, *, source: str, streams: int, seconds: float, host_seconds: float, makes_text: bool = True
+) -> SpecEngine:
+    options = {"max_batch": streams, "cache_tokens": 1 << 20, "makes_text": makes_text, "listener": listener}
+    engine = SpecEngine(tiny_target(source), [NgramDrafter(4)], **options)
     scheduler = TimedScheduler(engine._scheduler, seconds, host_seconds)
     engine._groups = {name: scheduler.add_group(group.drafter, name=name) for name, group in engine._groups.items()}
     engine._scheduler = scheduler
@@ -128,7 +140,10 @@ def serve(source: str, streams: int, seconds: float, host_seconds: float, *, htt
     make = partial(timed_engine, source=source, streams=streams, seconds=seconds, host_seconds=host_seconds)
 
     def load() -> None:
-        service.attach(make(service.metrics))
+        if http_process:
+            service.attach(RemoteEngine(partial(make, makes_text=False), listener=service.metrics, on_death=service.fail))
+        else:
+            service.attach(make(service.metrics))
         print(listener.getsockname()[1], flush=True)  # noqa: T201
 
     run(service, listener, load)
@@ -194,6 +209,12 @@ def figures(streams: list[Stream], num_tokens: int) -> dict[str, float]:
     }
 
 
+def cpu_seconds(process_id: int) -> float:
+    """What a process has computed so far, on Linux."""
+    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def main(
     target: Annotated[str, typer.Option(help="path or id, for its tokenizer")],
     streams: Annotated[int, typer.Option(help="answers at once")] = 64,
@@ -214,8 +235,10 @@ def main(
         try:
             assert server.stdout is not None
             port = int(server.stdout.readline())
+            before = cpu_seconds(server.pid)
             read = asyncio.run(read_all(port, streams, tokens))
             facts = json.loads(server.stdout.readline())
+            facts["http_cpu_us_per_token"] = 1e6 * (cpu_seconds(server.pid) - before) / (streams * tokens)
         finally:
             server.terminate()
     print(json.dumps({**facts, **figures(read, tokens)}, indent=2))  # noqa: T201
