@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import logging.config
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -47,6 +48,8 @@ def run_engine(connection: Connection, make: MakeEngine, log_level: str) -> None
             engine.max_cached_tokens,
         )
     except Exception as error:
+        # Tracebacks stay in their process.
+        error.add_note(traceback.format_exc())
         wire.send(Failed(portable(error)))
         return
     # As in `selfspec.serve.server`.

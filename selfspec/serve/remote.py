@@ -107,6 +107,7 @@ class RemoteEngine(Intake):
         log_level: of the lines that the process writes to stderr.
 
     Raises:
+        ChildProcessError: the process ended before there was an engine.
         Exception: what `make` raised.
     """
 
@@ -138,9 +139,8 @@ class RemoteEngine(Intake):
             ready = self._wire.receive()
         except EOFError:
             self._process.join()
-            raise EngineDied(
-                f"the engine's process ended with {_reason(self._process.exitcode)} while it was starting"
-            ) from None
+            reason = _reason(self._process.exitcode)
+            raise ChildProcessError(f"the engine's process ended with {reason} before the model was loaded") from None
         if isinstance(ready, Failed):
             self._process.join()
             raise ready.error
@@ -340,9 +340,9 @@ class RemoteEngine(Intake):
             future.set_exception(error)
         if not was_closed:
             self._process.join()
-            reason = f"the engine's process ended with {_reason(self._process.exitcode)}"
-            logger.error("%s", reason)
-            self._on_death(EngineDied(reason))
+            problem = ChildProcessError(f"the engine's process ended with {_reason(self._process.exitcode)}")
+            logger.error("%s", problem)
+            self._on_death(problem)
 
 
 def _reason(exit_code: int | None) -> str:
