@@ -35,7 +35,9 @@ def command(app: typer.Typer, **groups: type) -> Callable[[Callable[..., None]],
         parameters.append(_option("debug", Annotated[bool, debug], False))
 
         def run(*, debug: bool, **values: Any) -> None:
-            quiet_imports()
+            # transformers imports torchao if it is installed, and torchao then logs kernels of other devices.
+            for library in ("torchao", "torch.utils._pytree"):
+                logging.getLogger(library).setLevel(logging.ERROR)
             with reported_failures(debug):
                 for name, group in groups.items():
                     values[name] = group(**{option.name: values.pop(option.name) for option in _field_options(group)})
@@ -66,13 +68,6 @@ def _field_options(group: type) -> list[inspect.Parameter]:
         option = typer.Option(flag, help=setting.metadata["help"])
         options.append(_option(setting.name, Annotated[hint, option], default))
     return options
-
-
-def quiet_imports() -> None:
-    """Silence what is logged when torch and transformers are imported."""
-    # transformers imports torchao if it is installed, and torchao then logs kernels of other devices.
-    for library in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(library).setLevel(logging.ERROR)
 
 
 def quiet_libraries() -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from selfspec.cli.hosts import check_host, warn_if_open
-from selfspec.cli.options import command, quiet_imports, quiet_libraries
+from selfspec.cli.options import command, quiet_libraries
 from selfspec.config import DraftOptions, TargetOptions
 from selfspec.model.default_target import source_of
 from selfspec.serve.options import ServeOptions
@@ -90,7 +90,6 @@ def load_engine(
     makes_text: bool = True,
 ) -> "SpecEngine":
     """The engine that the options name, warm. It may be called in a process of its own."""
-    quiet_imports()
     from selfspec.drafters.options import load_drafter_of, load_target
     from selfspec.serve.engines import make_engine
 

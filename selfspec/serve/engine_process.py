@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import logging.config
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,6 @@ from selfspec.loop.sequence import Request
 from selfspec.serve.forms import grammar_compiler
 from selfspec.serve.lanes import single_thread
 from selfspec.serve.limits import FORM_STACK_BYTES
-from selfspec.serve.logs import log_config
 from selfspec.serve.wire import Cancel, Close, Failed, Load, News, Ready, Reply, Rest, State, Submit, Unload, Wire, portable
 
 logger = logging.getLogger(__name__)
@@ -31,9 +29,8 @@ logger = logging.getLogger(__name__)
 MakeEngine = Callable[[Listener], SpecEngine]
 
 
-def run_engine(connection: Connection, make: MakeEngine, log_level: str) -> None:
-    """What the process does."""
-    logging.config.dictConfig(log_config(log_level))
+def run_engine(connection: Connection, make: MakeEngine) -> None:
+    """Serve with the engine that `make` makes, until the other side ends."""
     wire = Wire(connection)
     reporter = Reporter(wire)
     try:

@@ -27,6 +27,9 @@ def log_config(level: str) -> dict[str, Any]:
         "handlers": {"stderr": {"()": _StderrHandler, "formatter": "line"}},
         "loggers": {
             "selfspec": {"handlers": ["stderr"], "level": level.upper()},
+            # transformers imports torchao if it is installed, and torchao then logs kernels of other devices.
+            "torchao": {"level": "ERROR"},
+            "torch.utils._pytree": {"level": "ERROR"},
             "uvicorn": {"handlers": ["stderr"], "level": max("WARNING", level.upper(), key=logging.getLevelName)},
         },
     }

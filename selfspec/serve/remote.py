@@ -28,7 +28,8 @@ from selfspec.engine.health import Health
 from selfspec.loop.sequence import Request
 from selfspec.loop.text import TextStream
 from selfspec.model.target import Target
-from selfspec.serve.engine_process import MakeEngine, run_engine
+from selfspec.serve.engine_process import MakeEngine
+from selfspec.serve.start_engine import start_engine
 from selfspec.serve.wire import Cancel, Close, Failed, Load, News, Ready, Reply, Rest, State, Submit, Unload, Wire
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ class RemoteEngine(Intake):
         context = multiprocessing.get_context("spawn")
         connection, other = context.Pipe()
         self._process = context.Process(
-            target=run_engine, args=(other, make, log_level), name="selfspec-engine", daemon=True
+            target=start_engine, args=(other, make, log_level), name="selfspec-engine", daemon=True
         )
         # A process inherits which signals are blocked. Ctrl-C, and what a supervisor sends to a group, are for this process,
         # which ends the other one in its own time.

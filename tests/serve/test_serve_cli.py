@@ -1,11 +1,13 @@
 """The command as a process: it says where it listens, drains on SIGTERM, and names what is wrong."""
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -58,8 +60,10 @@ def address(process: subprocess.Popen[str]) -> str:
     return line.split()[0]
 
 
-def test_sigterm_lets_running_answers_end(serve: Callable[..., subprocess.Popen[str]], tiny_target_dir: Path) -> None:
-    process = serve("--drafter", "none", "--drafter", "ngram", "--served-name", "mine", "--log-level", "warning")
+@pytest.mark.parametrize("http_process", ["on", "auto"])
+def test_sigterm_lets_running_answers_end(serve: Callable[..., subprocess.Popen[str]], http_process: str) -> None:
+    options = ("--http-process", http_process, "--served-name", "mine", "--log-level", "warning")
+    process = serve("--drafter", "none", "--drafter", "ngram", *options)
     url = address(process)
     body = {**ENDLESS, "model": "mine", "max_tokens": 500, "drafter": "ngram"}
     with httpx.Client(timeout=60) as client, client.stream("POST", f"{url}/chat/completions", json=body) as answer:
@@ -100,6 +104,70 @@ def test_time_for_running_answers_ends(serve: Callable[..., subprocess.Popen[str
     assert process.wait(30) == 0
 
 
+def engine_of(process: subprocess.Popen[str]) -> int:
+    """The id of the process that a server's engine has to itself."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = file.read_text().rpartition(")")[2].split()[1]
+            if int(parent) == process.pid and b"spawn_main" in (file.parent / "cmdline").read_bytes():
+                return int(file.parent.name)
+    raise AssertionError("the server has no process for its engine")
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it finds the engine's process in /proc")
+def test_neither_process_outlives_the_other(serve: Callable[..., subprocess.Popen[str]]) -> None:
+    """A server without an engine ends with an error; an engine without a server ends by itself."""
+    first = serve("--http-process", "on", "--served-name", "mine", "--log-level", "error")
+    second = serve("--http-process", "on", "--served-name", "mine")
+    url = address(first)
+    with (
+        httpx.Client(timeout=60) as client,
+        client.stream("POST", f"{url}/chat/completions", json={**ENDLESS, "model": "mine"}) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        os.kill(engine_of(first), signal.SIGKILL)
+        rest = [line for line in lines if line]
+    error = json.loads(rest[-1].removeprefix("data: "))["error"]
+    assert error["code"] == "unavailable" and "the engine has ended unexpectedly" in error["message"]
+    _, err = first.communicate(timeout=30)
+    assert first.returncode == 1
+    assert err.splitlines()[-1] == "selfspec: the engine's process ended with SIGKILL"
+
+    address(second)
+    engine = engine_of(second)
+    second.kill()
+    second.wait(30)
+    deadline = time.monotonic() + 30
+    while is_running(engine):
+        assert time.monotonic() < deadline, "the engine goes on without its server"
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it finds the engine's process in /proc")
+def test_ctrl_c_while_the_model_is_loaded_ends_both(serve: Callable[..., subprocess.Popen[str]]) -> None:
+    process = serve("--http-process", "on", "--port", "0")
+    engine = None
+    deadline = time.monotonic() + 30
+    while engine is None:
+        assert time.monotonic() < deadline
+        with contextlib.suppress(AssertionError):
+            engine = engine_of(process)
+    # A terminal sends it to both.
+    os.kill(engine, signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert out == "" and "Traceback" not in err
+    assert not is_running(engine)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -110,6 +178,8 @@ def test_time_for_running_answers_ends(serve: Callable[..., subprocess.Popen[str
         (["--capture", "log", "--capture-share", "2"], "share=2.0 is not allowed"),
         (["--api-key", " "], "an api_key is empty"),
         (["--allowed-host", " "], "an allowed_host is empty"),
+        (["--http-process", "perhaps"], "http_process='perhaps' is not known: use one of auto, on, off"),
+        (["--http-process", "on", "--target", "absent/target"], "absent/target"),
         (["--log-level", "loud"], "log_level='loud' is not allowed: use debug, info, warning, error"),
         (["--max-body-megabytes", "0"], "max_body_megabytes=0 is not allowed"),
         (["--host", "203.0.113.1", "--api-key", "key"], "cannot listen on 203.0.113.1:0 ("),
