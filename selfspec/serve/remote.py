@@ -19,6 +19,7 @@ from collections.abc import Sequence as Sequence_
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from typing import Any
 
 from selfspec.drafters import Drafter
@@ -125,6 +126,8 @@ class RemoteEngine(Intake):
         self._process = context.Process(
             target=start_engine, args=(other, make, log_level), name="selfspec-engine", daemon=True
         )
+        # Its first start sets which signals are blocked, so it comes first.
+        resource_tracker.ensure_running()
         # A process inherits which signals are blocked. Ctrl-C, and what a supervisor sends to a group, are for this process,
         # which ends the other one in its own time.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
