@@ -126,7 +126,7 @@ class RemoteEngine(Intake):
         self._process = context.Process(
             target=start_engine, args=(other, make, log_level), name="selfspec-engine", daemon=True
         )
-        # Its first start sets which signals are blocked, so it comes first.
+        # multiprocessing's own helper changes the blocked signals when it is started, so it is started before.
         resource_tracker.ensure_running()
         # A process inherits which signals are blocked. Ctrl-C, and what a supervisor sends to a group, are for this process,
         # which ends the other one in its own time.
@@ -241,7 +241,11 @@ class RemoteEngine(Intake):
                 raise EngineClosed(CLOSED)
             number = next(self._numbers)
             self._asked[number] = future
-        self._wire.send(message(number))
+        try:
+            self._wire.send(message(number))
+        except Exception:
+            del self._asked[number]
+            raise
         return future.result()
 
     def _cancel(self, handle: RemoteHandle) -> None:
@@ -289,6 +293,9 @@ class RemoteEngine(Intake):
         for number in news.dropped:
             if (handle := self._calls.get(number)) is not None:
                 self._end(handle, handle.num_left)
+        self._note_told()
+
+    def _note_told(self) -> None:
         self._is_telling = False
         if self._is_draining:
             with self._changed:
@@ -336,10 +343,12 @@ class RemoteEngine(Intake):
             self._asked.clear()
         error = EngineClosed(CLOSED) if was_closed else EngineDied(DIED)
         self._state = State()
+        self._is_telling = True
         for handle in calls:
             for answer in handle.answers:
                 if answer.is_open:
                     self._tell(handle, answer, [], ("", [], [], None, error))
+        self._note_told()
         for future in asked:
             future.set_exception(error)
         if not was_closed:

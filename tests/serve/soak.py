@@ -260,11 +260,13 @@ def main(
     cache_tokens: Annotated[
         int, typer.Option("--cache-tokens", help="of the KV cache; fewer where a tokenizer makes few tokens of the requests")
     ] = CACHE_TOKENS,
+    http_process: Annotated[str, typer.Option("--http-process", help="as of `selfspec serve`")] = "auto",
 ) -> None:
     """Start a server, soak it, and end it."""
     drafters = drafter or ["ngram"]
     command = [sys.executable, "-m", "selfspec", "serve", "--target", target, "--device", "cpu", "--port", "0"]
     command += ["--served-name", "soaked", "--max-batch", str(MAX_BATCH), "--max-waiting", str(MAX_WAITING)]
+    command += ["--http-process", http_process]
     command += ["--cache-tokens", str(cache_tokens), *(word for name in drafters for word in ("--drafter", name))]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

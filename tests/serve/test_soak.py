@@ -15,8 +15,10 @@ from selfspec import Target
 SCRIPT = Path(__file__).parent / "soak.py"
 
 
-def test_ten_seconds_leave_nothing_behind(tiny_target_dir: Path) -> None:
+@pytest.mark.parametrize("http_process", ["on", "off"])
+def test_ten_seconds_leave_nothing_behind(tiny_target_dir: Path, http_process: str) -> None:
     command = [sys.executable, SCRIPT, "--target", tiny_target_dir, "--minutes", "0.17", "--drafter", "ngram"]
+    command += ["--http-process", http_process]
     done = subprocess.run([*map(str, command), "--drafter", "truncated:1"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = {line[:32].strip(): int(line[32:].split()[0]) for line in done.stdout.splitlines()[:-1]}
