@@ -18,18 +18,17 @@ from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
-from typing import Any
 
 from selfspec.drafters import Drafter
 from selfspec.engine import EngineClosed, Event, Intake, Listener
 from selfspec.engine.events import CLOSED
 from selfspec.engine.health import Health
 from selfspec.loop.sequence import Request
-from selfspec.loop.text import TextStream
 from selfspec.model.target import Target
 from selfspec.serve.engine_process import MakeEngine
+from selfspec.serve.late_text import UnreadAnswer
 from selfspec.serve.start_engine import start_engine
 from selfspec.serve.wire import Cancel, Close, Failed, Load, News, Ready, Reply, Rest, State, Submit, Unload, Wire
 
@@ -44,51 +43,12 @@ class EngineDied(EngineClosed):
     """The engine's process has ended by itself."""
 
 
-class _Answer:
-    """One request on its way to its text."""
-
-    def __init__(self, request: Request, tokenizer: Any) -> None:
-        self.request = request
-        self.is_open = True
-        # The engine makes the text itself where it must look for stop strings.
-        self.text: TextStream | None = None
-        if not request.sampling.stop:
-            skip = request.sampling.skip_special_tokens
-            self.text = TextStream(tokenizer, context=request.prompt_ids, skip_special_tokens=skip)
-
-
-@dataclass(slots=True)
-class _TokenEvent(Event):
-    """An event that gets its text from its token ids."""
-
-    stream: TextStream | None = None
-
-    def with_text(self) -> Event:
-        stream, completion = self.stream, self.completion
-        assert stream is not None
-        # The token that ends an answer is no part of its text.
-        has_end = completion is not None and completion.end_token_id is not None
-        for token_id in self.token_ids[:-1] if has_end else self.token_ids:
-            stream.push(token_id)
-        if completion is not None:
-            stream.finish()
-            completion = replace(completion, text=stream.text)
-        text = stream.take(is_last=completion is not None)
-        return Event(self.request, text, self.token_ids, self.logprobs, self.top_logprobs, completion, self.error)
-
-
-def _event(answer: _Answer, token_ids: list[int], rest: Rest | None) -> Event:
-    text, logprobs, top_logprobs, completion, error = rest or ("", [], [], None, None)
-    said = (answer.request, text, token_ids, logprobs, top_logprobs, completion, error)
-    return Event(*said) if answer.text is None else _TokenEvent(*said, answer.text)
-
-
 @dataclass(eq=False)
 class RemoteHandle:
     """The requests of one call, for as long as the engine works on them."""
 
     number: int
-    answers: list[_Answer]
+    answers: list[UnreadAnswer]
     on_event: Callable[[Event], None]
     on_cancel: Callable[[RemoteHandle], None]
     num_left: int
@@ -199,7 +159,7 @@ class RemoteEngine(Intake):
         self, requests: Sequence_[Request], on_event: Callable[[Event], None], *, drafter: str | None = None
     ) -> RemoteHandle:
         name = self._check(requests, drafter)
-        answers = [_Answer(request, self.target.tokenizer) for request in requests]
+        answers = [UnreadAnswer(request, self.target.tokenizer) for request in requests]
         with self._changed:
             self.check_room(len(requests))
             handle = RemoteHandle(next(self._numbers), answers, on_event, self._cancel, len(answers))
@@ -301,8 +261,8 @@ class RemoteEngine(Intake):
             with self._changed:
                 self._changed.notify_all()
 
-    def _tell(self, handle: RemoteHandle, answer: _Answer, token_ids: list[int], rest: Rest | None) -> None:
-        event = _event(answer, token_ids, rest)
+    def _tell(self, handle: RemoteHandle, answer: UnreadAnswer, token_ids: list[int], rest: Rest | None) -> None:
+        event = answer.event(token_ids, rest)
         if event.is_last:
             answer.is_open = False
             if event.completion is not None:
