@@ -17,9 +17,9 @@ import torch
 from selfspec.bench.compare import WARM_UP
 from selfspec.drafters import Drafter
 from selfspec.loop.decode import decode
+from selfspec.loop.group import Step
 from selfspec.loop.planner import Planner
 from selfspec.loop.sequence import Request
-from selfspec.loop.step import Step
 from selfspec.loop.text import TextStream
 from selfspec.model.target import Target
 from selfspec.tree import chain

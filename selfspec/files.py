@@ -7,6 +7,7 @@ serves would be useless, and its loader says that there is no such file.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,3 +52,10 @@ def check_readable(files: Iterable[Path]) -> None:
                 raise PermissionError(
                     f"{file} may not be read by this user: let its owner run `chmod a+r {file}`"
                 ) from error
+
+
+def cache_folder() -> Path:
+    """Where files are kept that can be made again: $SELFSPEC_CACHE, $XDG_CACHE_HOME/selfspec or ~/.cache/selfspec."""
+    if cache := os.environ.get("SELFSPEC_CACHE"):
+        return Path(cache)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"

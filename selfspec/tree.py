@@ -67,6 +67,22 @@ class CandidateTree:
             reach *= 2
         return mask
 
+    def of_rows(self, index: torch.Tensor) -> CandidateTree:
+        """The trees of the rows `index` alone."""
+
+        def taken(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else values[index]
+
+        return replace(
+            self,
+            tokens=self.tokens[index],
+            parents=self.parents[index],
+            depths=self.depths[index],
+            scores=taken(self.scores),
+            draft_probs=taken(self.draft_probs),
+            origins=taken(self.origins),
+        )
+
     def limit_depth(self, limits: torch.Tensor) -> CandidateTree:
         """Turn the nodes of row b that are deeper than `limits[b]`, `limits` [B], into padding; the root always stays."""
         keep = self.depths <= limits[:, None].clamp(min=0)
@@ -159,6 +175,33 @@ def from_parents(tokens: torch.Tensor, parents: torch.Tensor, scores: torch.Tens
         depths = depths + (ancestor >= 0)
         ancestor = torch.where(ancestor >= 0, parents.gather(1, ancestor.clamp(min=0)), -1)
     return CandidateTree(tokens, parents, depths, max_depth=int(depths.max()), scores=scores)
+
+
+def spread(tree: CandidateTree, roots: torch.Tensor, index: torch.Tensor) -> CandidateTree:
+    """A tree of the A rows `index` as one of all B rows; the other rows get only their root.
+
+    Args:
+        tree: [A, N].
+        roots: [B].
+        index: [A].
+    """
+    B, N = len(roots), tree.num_nodes
+    if len(index) == B:
+        return tree
+
+    def put(values: torch.Tensor, filler: float) -> torch.Tensor:
+        return values.new_full((B, N), filler).index_copy_(0, index, values)
+
+    tokens = put(tree.tokens, -1)
+    tokens[:, 0] = roots
+    assert tree.scores is not None
+    return CandidateTree(
+        tokens=tokens,
+        parents=put(tree.parents, -1),
+        depths=put(tree.depths, 0),
+        max_depth=tree.max_depth,
+        scores=put(tree.scores, 0.0),
+    )
 
 
 class TreeGrower:

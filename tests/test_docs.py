@@ -106,7 +106,7 @@ def test_the_checks_see_what_is_missing(tmp_path: Path) -> None:
     assert dead_links(page) == {"#no-page", "gone.md"}
     text = "`selfspec/loop/decode.py`, `selfspec/decode.py`, `python tests/gone.py`, `tests/gone/`, `step.py`, `stage.py`"
     assert missing_paths(text) == {"selfspec/decode.py", "tests/gone.py", "tests/gone/", "stage.py"}
-    text = "`selfspec.loop.step.take_step` `selfspec.loop.step.gone` `selfspec.gone`"
+    text = "`selfspec.loop.step.launch` `selfspec.loop.step.gone` `selfspec.gone`"
     assert missing_modules(text) == {"selfspec.loop.step.gone", "selfspec.gone"}
 
 

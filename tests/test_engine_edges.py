@@ -12,12 +12,14 @@ from bad_requests import BAD_PROMPTS, BAD_SETTINGS, LATE, bad_requests
 from support import random_prompts, tiny_target
 
 from selfspec import SamplingParams, Target, generate
+from selfspec.cache.kv import KVCache
 from selfspec.drafters import EagleDrafter, NgramDrafter
 from selfspec.engine import Event, Listener, SpecEngine, health
 from selfspec.loop.decode import decode
 from selfspec.loop.drafter import Proposal
 from selfspec.loop.sampling import Grammar
 from selfspec.loop.sequence import Request
+from selfspec.model.flat import FlatNodes
 from selfspec.model.graphs import Graphs
 
 CACHE_TOKENS = 128
@@ -230,7 +232,7 @@ def test_a_pass_that_fails_leaves_the_drafter_in_service(
     """Memory may run out once: the answers are whole, and the next requests are drafted for again."""
     drafter = NgramDrafter(4)
     engine = make_engine(drafter)
-    run, calls = target.verify_at, []
+    run, calls = target.run_flat, []
 
     def failing(*args: object, **options: object) -> object:
         calls.append(1)
@@ -238,7 +240,7 @@ def test_a_pass_that_fails_leaves_the_drafter_in_service(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return run(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(target, "verify_at", failing)
+    monkeypatch.setattr(target, "run_flat", failing)
     assert tokens_of(Caller(engine, good_requests())) == expected(target)
     assert len(calls) > 5 and not engine.problems
     proposals = []
@@ -258,14 +260,14 @@ def test_a_row_that_makes_every_pass_fail_ends_alone(
     poison = min(range(3, 61), key=lambda token: sum(token in text for text in texts.values()))
     good = [request for request in good_requests() if poison not in texts[request.index]]
     assert len(good) >= 4
-    run = target.verify_at
+    run = target.run_flat
 
-    def failing(tree: Any, places: Any, *args: object, **options: object) -> object:
-        if (tree.tokens[:, 0] == poison).any():
+    def failing(nodes: FlatNodes, *args: object, **options: object) -> object:
+        if (nodes.tokens == poison).any():
             raise RuntimeError("this row cannot be computed")
-        return run(tree, places, *args, **options)  # type: ignore[arg-type]
+        return run(nodes, *args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(target, "verify_at", failing)
+    monkeypatch.setattr(target, "run_flat", failing)
     guilty = Caller(engine, [Request([5, poison], GREEDY, 99)])
     innocent = Caller(engine, good)
     [failed] = guilty.ends()
@@ -378,7 +380,7 @@ def test_warming_up_teaches_nothing_and_keeps_the_listener(
     def fail(*args: object, **options: object) -> None:
         raise RuntimeError("no memory for graphs")
 
-    monkeypatch.setattr(target, "prefill", fail)
+    monkeypatch.setattr(target, "run_flat", fail)
     with pytest.raises(RuntimeError, match="no memory for graphs"):
         engine.warm_up()
     monkeypatch.undo()
@@ -417,6 +419,14 @@ def test_threads_that_share_a_target_and_a_drafter_take_turns() -> None:
     alone = expected(target, prompts)
     results: dict[tuple[str, int], list[list[int]]] = {}
     errors: list[BaseException] = []
+    caches: list[KVCache] = []
+    new_cache = target.new_cache
+
+    def recorded(*args: Any, **options: Any) -> KVCache:
+        caches.append(new_cache(*args, **options))
+        return caches[-1]
+
+    target.new_cache = recorded  # type: ignore[method-assign]
 
     def work(number: int) -> None:
         try:
@@ -433,7 +443,8 @@ def test_threads_that_share_a_target_and_a_drafter_take_turns() -> None:
         thread.join()
     assert not errors
     assert len(results) == 12 and all(tokens == alone for tokens in results.values())
-    assert not eagle._rows and eagle._cache.num_used_blocks == 0
+    assert caches and not any(cache.num_used_blocks for cache in caches)
+    assert all(sorted(cache.state._free) == [*range(cache.state.num_slots)] for cache in caches)
 
 
 def test_an_engine_and_threads_share_a_target(target: Target, make_engine: MakeEngine) -> None:

@@ -115,8 +115,8 @@ STEPPING: dict[str, Callable[[Target], Drafter]] = {
 
 @pytest.mark.parametrize("use_cost_guard", [False, True])
 @pytest.mark.parametrize("name", STEPPING)
-def test_a_step_waits_for_the_device_once(name: str, use_cost_guard: bool) -> None:
-    """In greedy decoding a step's report is all that the host reads, once per step."""
+def test_a_step_waits_for_the_device_once_at_most(name: str, use_cost_guard: bool) -> None:
+    """In greedy decoding a step's report is all that the host reads, and nothing else waits."""
     target = Target(tiny_model("llama", max_position_embeddings=4096).cuda())
     scheduler = Scheduler(target, target.new_cache(max_tokens=8192), max_batch=4)
     group = scheduler.add_group(STEPPING[name](target), Planner(is_active=use_cost_guard))
@@ -142,7 +142,7 @@ def test_a_step_waits_for_the_device_once(name: str, use_cost_guard: bool) -> No
         finally:
             torch.cuda.set_sync_debug_mode("default")
             scheduler.close()
-    assert len(num_waits) >= 10 and set(num_waits) == {1}, num_waits
+    assert len(num_waits) >= 10 and max(num_waits) <= 1, num_waits
     assert max(num_nodes) <= 16
     if not use_cost_guard:
         assert (max(num_nodes) > 1) == (name != "none")

@@ -3,13 +3,14 @@
 The floor is the time the device takes to read every weight of the target once, at the speed of a large copy. It leaves out
 the embedding table, because a step reads only a few of its rows. A step is timed as a whole, after warm-up calls: device
 seconds by CUDA events (gaps between kernels included), wall seconds until the device is done, and their difference, the host
-gap. For the stages of the decoding loop, the host waits for the device before and after each; end-to-end runs never wait.
+gap. The decoding loop times its own stages, on the device where it can tell, and never waits for that.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,9 +25,11 @@ from selfspec.api import Completion, stream
 from selfspec.bench.compare import PLAIN, WARM_UP
 from selfspec.bench.synthetic import SyntheticDrafter
 from selfspec.config import SamplingParams
-from selfspec.loop.batch import Batch
-from selfspec.loop.drafter import Drafter, NoDrafter, Outcome, Proposal
-from selfspec.loop.sequence import Sequence as DecodedSequence
+from selfspec.loop import scheduler, step
+from selfspec.loop.decode import decode
+from selfspec.loop.drafter import Drafter, NoDrafter
+from selfspec.loop.planner import Planner
+from selfspec.loop.sequence import Request
 from selfspec.model.packed_linear import PackedLinear
 from selfspec.model.target import Target
 from selfspec.tree import CandidateTree, from_parents
@@ -77,7 +80,10 @@ class PrefillTime:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Median wall seconds of a step's stages. `verify` includes acceptance, compaction and the step's read to the host."""
+    """Median seconds of a step's stages: of the device where it can tell, of the host otherwise.
+
+    `verify` includes acceptance and compaction. `commit` is the host's, which reads the outcome and passes it on.
+    """
 
     mode: str
     num_steps: int
@@ -226,60 +232,31 @@ def step_times(
     return steps, prefills
 
 
-class StageClock(Drafter):
-    """A drafter that drafts as `inner` does, times each stage of a step, and marks the stages in a profile.
+# What a profile calls the functions that run each stage.
+STAGES = (("draft", step, "propose"), ("verify", step, "_enter"), ("commit", scheduler, "land"))
 
-    Args:
-        now: `clock_of` the device to time stages; `time.perf_counter` to profile, because it does not wait for the device.
-    """
 
-    def __init__(self, inner: Drafter, now: Callable[[], float]) -> None:
-        self.inner = inner
-        self.name = inner.name
-        self.num_draft_tokens = inner.num_draft_tokens
-        self.num_nodes = inner.num_nodes
-        self.features = inner.features
-        self.is_costly = inner.is_costly
-        self.seconds: dict[str, list[float]] = {name: [] for name in ("draft", "verify", "commit")}
-        self.tree_sizes: list[int] = []
-        self._now = now
-        self._drafted = 0.0
-        self._verifying: record_function
-
-    def admit(self, sequence: DecodedSequence, features: Mapping[int, torch.Tensor]) -> None:
-        self.inner.admit(sequence, features)
-
-    def retire(self, sequence: DecodedSequence) -> None:
-        self.inner.retire(sequence)
-
-    def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
-        start = self._now()
-        with record_function("draft"):
-            proposal = self.inner.propose(batch, num_draft_tokens)
-        self._drafted = self._now()
-        self.seconds["draft"].append(self._drafted - start)
-        self.tree_sizes.append(proposal.tree.num_nodes)
-        self._verifying = record_function("verify")
-        self._verifying.__enter__()
-        return proposal
-
-    def commit(self, batch: Batch, proposal: Proposal, outcome: Outcome) -> None:
-        self._verifying.__exit__(None, None, None)
-        start = self._now()
-        self.seconds["verify"].append(start - self._drafted)
-        with record_function("commit"):
-            self.inner.commit(batch, proposal, outcome)
-        self.seconds["commit"].append(self._now() - start)
+@contextmanager
+def marked_stages() -> Iterator[None]:
+    """Mark the stages of every step in a profile. The loop itself does not, because marks take time at every step."""
+    before = [getattr(module, name) for _, module, name in STAGES]
+    try:
+        for (label, module, name), function in zip(STAGES, before, strict=True):
+            setattr(module, name, record_function(label)(function))
+        yield
+    finally:
+        for (_, module, name), function in zip(STAGES, before, strict=True):
+            setattr(module, name, function)
 
 
 def stage_times(target: Target, prompt_ids: list[int], drafter: Drafter | None, sampling: SamplingParams) -> StageTimes:
-    """Answer one prompt with the cost guard off, and time each stage by itself."""
+    """Answer one prompt with the cost guard off, and take each stage's time."""
     inner = drafter or NoDrafter()
     answer_times(target, prompt_ids, inner, sampling, use_cost_guard=False)
-    clock = StageClock(inner, clock_of(target.device))
-    answer_times(target, prompt_ids, clock, sampling, use_cost_guard=False)
-    stages = {name: median(seconds) for name, seconds in clock.seconds.items()}
-    return StageTimes(inner.name, len(clock.tree_sizes), int(median(clock.tree_sizes)), **stages)
+    planner = Planner(is_active=False)
+    steps = list(decode(target, [Request(prompt_ids, sampling)], drafter=inner, planner=planner))
+    stages = {name: median(getattr(each.seconds, name) for each in steps) for name, _, _ in STAGES}
+    return StageTimes(inner.name, len(steps), int(median(each.tree.num_nodes for each in steps)), **stages)
 
 
 def answer_times(
@@ -389,20 +366,19 @@ def promises(
 
 def profile(target: Target, prompt_ids: list[int], drafter: Drafter | None, path: Path) -> list[dict[str, Any]]:
     """Write a Chrome trace of a short answer with its stages marked. Returns the kernels that took the most device time."""
-    clock = StageClock(drafter or NoDrafter(), time.perf_counter)
-    answer_times(target, prompt_ids, clock, WARM_UP, use_cost_guard=False)
+    answer_times(target, prompt_ids, drafter, WARM_UP, use_cost_guard=False)
     activities = [ProfilerActivity.CPU]
     if target.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as trace:
-        answer_times(target, prompt_ids, clock, WARM_UP.with_(max_new_tokens=32), use_cost_guard=False)
+    with marked_stages(), torch.profiler.profile(activities=activities) as trace:
+        answer_times(target, prompt_ids, drafter, WARM_UP.with_(max_new_tokens=32), use_cost_guard=False)
     trace.export_chrome_trace(str(path))
     on_device = target.device.type == "cuda"
     rows = []
     for event in trace.key_averages():
         if not on_device:
             rows.append((event.self_cpu_time_total, event.count, event.key))
-        elif event.device_type == DeviceType.CUDA and event.key not in clock.seconds:
+        elif event.device_type == DeviceType.CUDA and event.key not in {label for label, _, _ in STAGES}:
             rows.append((event.self_device_time_total, event.count, event.key))
     rows.sort(reverse=True)
     return [{"name": name, "calls": count, "ms": microseconds / 1000} for microseconds, count, name in rows[:20]]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any
@@ -25,23 +25,30 @@ class CacheFull(MemoryError):
 
 @dataclass(eq=False)
 class CacheRow:
-    """One text's place in the pool. A row never serves a second text, because it remembers the first one's digests."""
+    """One text's place in the pool. A row never serves a second text, because it remembers the first one's digests.
+
+    Attributes:
+        slot: the row's place in `selfspec.cache.rows.RowState` while it decodes.
+        num_packed: how many of its blocks stand in the host's copy of that slot's block table.
+    """
 
     blocks: list[int] = field(default_factory=list)
     length: int = 0
     is_contiguous: bool = True
     # One digest for each full block of the text so far, of all tokens up to the block's end.
     digests: list[bytes] = field(default_factory=list)
+    slot: int | None = None
+    num_packed: int = 0
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """One block: its users, the digest that it is published under, and the features that are kept with it, by name."""
+    """One block: its users, the digest that it is published under, and what is kept with it, by name."""
 
     number: int
     num_users: int = 0
     digest: bytes | None = None
-    kept: dict[int, Any] = field(default_factory=dict)
+    kept: dict[Hashable, Any] = field(default_factory=dict)
 
 
 class BlockPool:
@@ -102,10 +109,14 @@ class BlockPool:
         self.trim(row)
         row.is_contiguous = True
 
-    def trim(self, row: CacheRow) -> None:
-        """Take back the blocks that a row's prefix does not need."""
+    def trim(self, row: CacheRow, num_ahead: int = 0) -> None:
+        """Take back the blocks that a row does not need for its prefix.
+
+        Args:
+            num_ahead: by how many tokens the prefix may be longer than is known here, because of steps in flight.
+        """
         # The last block first, because a prefix is of no use without its beginning.
-        while len(row.blocks) * self.block_size >= row.length + self.block_size:
+        while len(row.blocks) * self.block_size >= row.length + num_ahead + self.block_size:
             block = self._blocks[row.blocks.pop()]
             block.num_users -= 1
             if block.num_users:
@@ -114,6 +125,7 @@ class BlockPool:
                 self._idle[block.number] = block
             else:
                 heapq.heappush(self._free, block.number)
+        row.num_packed = min(row.num_packed, len(row.blocks))
 
     def advance(self, row: CacheRow, num_tokens: int) -> None:
         """Count `num_tokens` stored tokens as committed."""
@@ -147,7 +159,7 @@ class BlockPool:
         return self.max_blocks is None or sum(self._num_wanted(rows, num_nodes)) <= self.max_blocks - self.num_used_blocks
 
     def can_adopt(
-        self, row: CacheRow, token_ids: Sequence[int], names: Iterable[int], num_tokens: int, num_spare: int
+        self, row: CacheRow, token_ids: Sequence[int], names: Iterable[Hashable], num_tokens: int, num_spare: int
     ) -> bool:
         """Whether an empty row could adopt blocks, reserve room for `num_tokens` in all, and leave `num_spare` blocks."""
         if self.max_blocks is None:
@@ -174,7 +186,7 @@ class BlockPool:
             offered.append(self._published[digest])
         return offered
 
-    def adopt_blocks(self, row: CacheRow, token_ids: Sequence[int], names: Iterable[int] = ()) -> list[Block]:
+    def adopt_blocks(self, row: CacheRow, token_ids: Sequence[int], names: Iterable[Hashable] = ()) -> list[Block]:
         """Let an empty row begin with the published blocks for the beginning of `token_ids` that keep all `names`."""
         assert not row.blocks
         found = self._shared(row, token_ids, names)
@@ -186,7 +198,7 @@ class BlockPool:
         row.is_contiguous = all(after == before + 1 for before, after in pairwise(row.blocks))
         return found
 
-    def _shared(self, row: CacheRow, token_ids: Sequence[int], names: Iterable[int]) -> list[Block]:
+    def _shared(self, row: CacheRow, token_ids: Sequence[int], names: Iterable[Hashable]) -> list[Block]:
         found: list[Block] = []
         wanted = set(names)
         for digest in self._digests(row, token_ids) if self.use_sharing else ():

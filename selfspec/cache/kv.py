@@ -10,12 +10,15 @@ Invariant: after compaction and `advance` a row holds what a prefill of its comm
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from selfspec.cache.blocks import BlockPool, CacheRow
+from selfspec.cache.rows import RowState
 from selfspec.kernels.jit import is_compiled_for
 from selfspec.kernels.kv_compaction import kv_compaction
 from selfspec.kernels.slots import slots_of
@@ -68,6 +71,14 @@ class Places:
         return Places(self.lengths + num_tokens, self.block_tables, rows)
 
 
+@dataclass
+class SideLayer:
+    """A drafter's own layer in the cache's slots: keys [num_slots, G, D] and values [num_slots, G, Dv]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
 _SERIALS = itertools.count()
 # The fewest bytes that a pool grows by where CUDA graphs hold its addresses, because every growth invalidates all graphs.
 CAPTURED_GROWTH = 64 << 20
@@ -83,8 +94,9 @@ class KVCache(BlockPool):
             in large steps if it has none.
 
     Attributes:
-        keys, values: [L, num_slots, G, D].
-        serial: identifies the addresses of `keys` and `values` in graph keys; it changes whenever they do.
+        keys, values: [L, num_slots, G, D]. The last block is nobody's; rows that fill up a batch write there.
+        state: what the device knows of the rows that decode.
+        serial: identifies the addresses of all these tensors in graph keys; it changes whenever they do.
     """
 
     def __init__(
@@ -103,8 +115,13 @@ class KVCache(BlockPool):
         super().__init__(block_size=block_size, max_tokens=max_tokens, use_sharing=use_sharing, least_growth=least_growth)
         self.shape = shape
         self.serial = next(_SERIALS)
-        self.keys = torch.empty(shape.num_layers, 0, shape.num_kv_heads, shape.key_dim, dtype=dtype, device=device)
-        self.values = torch.empty(shape.num_layers, 0, shape.num_kv_heads, shape.value_dim, dtype=dtype, device=device)
+        layer = (block_size, shape.num_kv_heads)
+        self.keys = torch.zeros(shape.num_layers, *layer, shape.key_dim, dtype=dtype, device=device)
+        self.values = torch.zeros(shape.num_layers, *layer, shape.value_dim, dtype=dtype, device=device)
+        self.state = RowState(1, device)
+        self._sides: WeakKeyDictionary[Any, SideLayer] = WeakKeyDictionary()
+        # The host's copy of the block tables, by slot; the null slot's never changes.
+        self._tables = torch.zeros(2, 0, dtype=torch.int64)
         if self.max_blocks is not None and is_captured:
             try:
                 self.grow(self.max_blocks)
@@ -120,38 +137,110 @@ class KVCache(BlockPool):
     def device(self) -> torch.device:
         return self.keys.device
 
+    def reset(self) -> None:
+        """Forget every row, its slot and everything published; the blocks stay."""
+        super().reset()
+        self.state.reset()
+
     def grow(self, num_new: int) -> None:
         """Add `num_new` free blocks. The tensors move to other addresses with what rows hold."""
-        num_slots = (self.num_blocks + num_new) * self.block_size
-        # Allocate both first: if the second does not fit, nothing has changed.
-        larger = [old.new_empty(old.shape[0], num_slots, *old.shape[2:]) for old in (self.keys, self.values)]
-        for old, new in zip((self.keys, self.values), larger, strict=True):
-            new[:, : old.shape[1]] = old
-        self.keys, self.values = larger
+        num_slots = (self.num_blocks + num_new + 1) * self.block_size
+
+        def larger(old: torch.Tensor, dim: int) -> torch.Tensor:
+            new = old.new_empty(*old.shape[:dim], num_slots, *old.shape[dim + 1 :])
+            held = self.num_blocks * self.block_size
+            new.narrow(dim, 0, held).copy_(old.narrow(dim, 0, held))
+            # Finite, because what nobody's rows compute from it should be finite.
+            new.narrow(dim, num_slots - self.block_size, self.block_size).zero_()
+            return new
+
+        # Allocate all first: if the last does not fit, nothing has changed.
+        keys, values = larger(self.keys, 1), larger(self.values, 1)
+        sides = {owner: (larger(side.keys, 0), larger(side.values, 0)) for owner, side in self._sides.items()}
+        self.keys, self.values = keys, values
+        for owner, tensors in sides.items():
+            self._sides[owner].keys, self._sides[owner].values = tensors
         self.serial = next(_SERIALS)
         super().grow(num_new)
+        self._tables[-1] = self.num_blocks
 
-    def publish(self, row: CacheRow, token_ids: Sequence[int], features: Mapping[int, torch.Tensor] | None = None) -> None:
+    def side(self, owner: Any, shape: KVShape) -> SideLayer:
+        """The layer that `owner` keeps in this cache's slots, of a shape of one layer; made when it is first asked for."""
+        if owner not in self._sides:
+            layer = (self.keys.shape[1], shape.num_kv_heads)
+            keys, values = (self.keys.new_zeros(*layer, size) for size in (shape.key_dim, shape.value_dim))
+            self._sides[owner] = SideLayer(keys, values)
+        return self._sides[owner]
+
+    def make_room(self, num_rows: int, num_tokens: int = 0) -> None:
+        """See that `num_rows` rows may decode at once, with texts of `num_tokens` tokens."""
+        state = self.state
+        if num_rows > state.num_slots or not state.has_room(num_tokens):
+            null = self._tables[-1:]
+            state.grow(num_rows, num_tokens)
+            missing = state.num_slots + 1 - len(self._tables)
+            new = self._tables.new_zeros(missing, self._tables.shape[1])
+            self._tables = torch.cat([self._tables[:-1], new, null])
+            self.serial = next(_SERIALS)
+
+    def open_slot(self, row: CacheRow) -> int:
+        """Give a row a slot, for as long as it decodes."""
+        row.slot, row.num_packed = self.state.open(), 0
+        return row.slot
+
+    def close_slot(self, row: CacheRow) -> None:
+        """Take a row's slot back."""
+        assert row.slot is not None
+        self.state.close(row.slot)
+        row.slot = None
+
+    def pack_slots(self, rows: Sequence[CacheRow], num_rows: int, num_columns: int) -> torch.Tensor:
+        """The slots and block tables of rows that decode, as one host tensor [num_rows, 1 + num_columns] int64.
+
+        Rows after the last one have the slot `null`.
+        """
+        if num_columns > self._tables.shape[1]:
+            wider = self._tables.new_zeros(len(self._tables), num_columns)
+            wider[:, : self._tables.shape[1]] = self._tables
+            wider[-1] = self.num_blocks
+            self._tables = wider
+        slots = [self.state.null] * num_rows
+        for place, row in enumerate(rows):
+            assert row.slot is not None
+            slots[place] = row.slot
+            if row.num_packed < len(row.blocks):
+                self._tables[row.slot, row.num_packed : len(row.blocks)] = torch.tensor(row.blocks[row.num_packed :])
+                row.num_packed = len(row.blocks)
+        index = torch.tensor(slots)
+        return torch.cat([index[:, None], self._tables[index, :num_columns]], dim=1)
+
+    def publish(
+        self, row: CacheRow, token_ids: Sequence[int], kept: Mapping[Hashable, torch.Tensor | None] | None = None
+    ) -> None:
         """Offer the full blocks of a row's prefix, which holds `token_ids`, to rows that begin alike.
 
         Args:
-            features: of these T tokens, each [1, T, E]. A row whose drafter needs features adopts only blocks with them.
+            kept: what is kept with the blocks, by name: a feature of these T tokens [1, T, E], or None where the name says
+                it all. A row adopts only blocks that keep what its drafter needs.
         """
         for number, block in enumerate(self.publish_blocks(row, token_ids)):
             span = slice(number * self.block_size, (number + 1) * self.block_size)
-            for name, hidden in (features or {}).items():
-                if name not in block.kept:
+            for name, hidden in (kept or {}).items():
+                # What the name says lies in the row's own block, and another row's may be on offer.
+                is_there = hidden is not None or block.number == row.blocks[number]
+                if name not in block.kept and is_there:
                     # A copy, because a view would keep a whole prompt's features alive.
-                    block.kept[name] = hidden[0, span].clone()
+                    block.kept[name] = None if hidden is None else hidden[0, span].clone()
 
-    def adopt(self, row: CacheRow, token_ids: Sequence[int], features: Sequence[int] = ()) -> dict[int, torch.Tensor]:
+    def adopt(self, row: CacheRow, token_ids: Sequence[int], names: Sequence[Hashable] = ()) -> dict[Hashable, torch.Tensor]:
         """Let an empty row begin with the published blocks that hold the beginning of `token_ids`.
 
         Returns:
-            The features asked for, each [1, T, E], of the T tokens that the row has now; empty where T is 0.
+            The features among `names`, each [1, T, E], of the T tokens that the row has now; empty where T is 0.
         """
-        found = self.adopt_blocks(row, token_ids, features)
-        return {name: torch.cat([block.kept[name] for block in found])[None] for name in features} if found else {}
+        found = self.adopt_blocks(row, token_ids, names)
+        features = [name for name in names if found and found[0].kept[name] is not None]
+        return {name: torch.cat([block.kept[name] for block in found])[None] for name in features}
 
     def pack(self, rows: Sequence[CacheRow], num_columns: int = 0) -> torch.Tensor:
         """The rows' lengths and block tables as one host tensor [B, 1 + M] int64, M at least `num_columns`."""
@@ -197,7 +286,7 @@ class KVCache(BlockPool):
             depths=tree.depths,
             ancestor_mask=None if is_compiled and tree.is_chain else tree.ancestor_mask()[:, first:],
             block_size=self.block_size,
-            row_slots=[self._row_slots(row, row.length + N) for row in rows or ()] if has_slots else None,
+            row_slots=[self.row_slots(row, row.length + N) for row in rows or ()] if has_slots else None,
             max_depth=tree.max_depth,
             is_chain=tree.is_chain,
         )
@@ -206,7 +295,8 @@ class KVCache(BlockPool):
     def _slots(self, tables: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return slots_of(tables, index, self.block_size)
 
-    def _row_slots(self, row: CacheRow, num_keys: int) -> slice | torch.Tensor:
+    def row_slots(self, row: CacheRow, num_keys: int) -> slice | torch.Tensor:
+        """The slots of a row's first `num_keys` storage indices, as a slice where they are consecutive."""
         if row.is_contiguous:
             first = row.blocks[0] * self.block_size
             return slice(first, first + num_keys)

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from selfspec.cache.blocks import CacheRow
-from selfspec.drafters.growth import grow, over_nodes, spread
+from selfspec.drafters.growth import grow, over_nodes, tree_shapes
 from selfspec.kernels.noise import Stream
 from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Outcome, Proposal
-from selfspec.tree import CandidateTree, chain
+from selfspec.loop.planner import Shape
+from selfspec.tree import CandidateTree, chain, spread
 
 if TYPE_CHECKING:
     from selfspec.loop.batch import Batch
@@ -76,6 +77,9 @@ class DraftModelDrafter(Drafter):
         self.num_nodes = num_nodes or shape.num_nodes
         self._cache = draft.new_cache()
         self._rows: dict[Sequence, CacheRow] = {}
+
+    def shapes(self, num_rows: int) -> list[Shape]:
+        return tree_shapes(self.num_draft_tokens, self.width, self.num_nodes)
 
     def admit(self, sequence: Sequence, features: Mapping[int, torch.Tensor]) -> None:
         self._rows[sequence] = self._cache.open_row()

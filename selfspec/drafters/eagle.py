@@ -1,31 +1,33 @@
 """EAGLE: a one-layer head drafts a candidate tree from the target's features (https://arxiv.org/abs/2406.16858).
 
-The head has its own KV cache. Invariant: with the root at position T, a tree grows from entries 0 … T - 1, each computed
-from the target's features (`selfspec.heads.eagle` says what an entry pairs). The features of the last verify pass wait, and
-are entered before the next tree grows, over what was drafted in their slots. Entry T - 1 carries the root's embedding, and
-its logits give the first drafts. Drafted nodes are scratch entries after it: a node of depth d is entry T - 1 + d, and its
+The head has one layer of keys and values in the target's cache, in the same slots. Invariant: with the root at position T,
+a tree grows from entries 0 … T - 1, each computed from the target's features (`selfspec.heads.eagle` says what an entry
+pairs). A layer's keys and values do not depend on its attention, so a pass of the target ends with those of the tokens that
+it committed, and nothing more. Entry T - 1 carries the root's embedding. A draft begins with the whole layer on it; its
+logits give the first drafts. Drafted nodes are scratch entries after it: a node of depth d is entry T - 1 + d, and its
 hidden input is the output of its parent's entry.
+
+Where a row begins with another text's blocks, their last entry carries that text's next token. It can only make a draft
+worse.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from selfspec.cache.blocks import CacheRow
-from selfspec.cache.kv import KVShape, Places
+from selfspec.cache.kv import KVCache, KVShape, Places, SideLayer
+from selfspec.cache.rows import ROOT
 from selfspec.drafters.fused_eagle import EaglePass, Growth
-from selfspec.drafters.growth import LayerPass, as_tensors, from_tensors, grow, over_nodes, spread
-from selfspec.drafters.waiting_features import WaitingFeatures
+from selfspec.drafters.growth import LayerPass, as_tensors, from_tensors, grow, over_nodes, tree_shapes
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.kernels.tree_attention import tree_attention
-from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Outcome, Proposal
+from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Observed, Proposal
+from selfspec.loop.planner import Shape
 from selfspec.model.layers import private_copy
 from selfspec.model.load import lay_out
 from selfspec.model.output import LogitShape
@@ -35,20 +37,11 @@ from selfspec.tree import CandidateTree, chain
 
 if TYPE_CHECKING:
     from selfspec.loop.batch import Batch
-    from selfspec.loop.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-# The most features of a row that wait while nothing is drafted.
-MAX_PENDING = 256
-
-
-@dataclass
-class _Row:
-    """One sequence's state: its cache row, and the concatenated features that wait to be entered."""
-
-    cache_row: CacheRow
-    pending: WaitingFeatures
+# For more rows than this trees are narrow.
+MAX_WIDE_ROWS = 16
 
 
 class EagleDrafter(Drafter):
@@ -61,6 +54,7 @@ class EagleDrafter(Drafter):
     """
 
     is_costly = True
+    is_resident = True
     default_shape = DefaultShape(cpu=DraftShape(4, 8, 2), gpu=DraftShape(6, 16, 4))
 
     def __init__(
@@ -77,6 +71,7 @@ class EagleDrafter(Drafter):
         self.name = name
         self._target = target
         self.features = head.features
+        self.block_names = (("eagle", self.graph_key),)
         self.num_draft_tokens = num_draft_tokens or shape.num_draft_tokens
         self.num_nodes = num_nodes or shape.num_nodes
         self.width = width or shape.width
@@ -93,219 +88,163 @@ class EagleDrafter(Drafter):
         self._output_layer = layers["output"]
         self._embed = target.model.get_input_embeddings()
         config = head.config
-        self._cache = target.new_cache(KVShape(1, config.num_kv_heads, config.head_dim, config.head_dim))
+        self._kv_shape = KVShape(1, config.num_kv_heads, config.head_dim, config.head_dim)
         self._scaling = config.head_dim**-0.5
         self._pass: EaglePass | None = None
         if EaglePass.is_common(own, self._output_layer):
             assert isinstance(own, EagleHead)
-            self._pass = EaglePass(own, self._output_layer, self._embed, self._cache)
+            self._pass = EaglePass(own, self._output_layer, self._embed)
             self._check_pass()
-        self._rows: dict[Sequence, _Row] = {}
 
-    def admit(self, sequence: Sequence, features: Mapping[int, torch.Tensor]) -> None:
-        """Enter all of the prompt's features but the last, which waits like those of a verify pass."""
-        taken = torch.cat([features[name] for name in self.features], dim=-1)  # [1, T, number of them * E]
-        row = self._rows[sequence] = _Row(self._cache.open_row(), WaitingFeatures())
-        num_entries = max(taken.shape[1] - 1, 0)
-        # A copy, because a view would keep the whole prompt's features alive.
-        row.pending.add(taken[:, num_entries:].clone(), 0, 0, taken.shape[1] - num_entries)
-        tokens = sequence.prefix_ids[1:]
-        size = self._target.passes.chunk_size
-        for first in range(0, num_entries, size):
-            chunk = slice(first, min(num_entries, first + size))
-            self._enter_prompt(row.cache_row, tokens[chunk], taken[:, chunk])
+    def shapes(self, num_rows: int) -> list[Shape]:
+        return tree_shapes(self.num_draft_tokens, self._width_for(num_rows), self.num_nodes)
 
-    def _enter_prompt(self, row: CacheRow, tokens: list[int], waiting: torch.Tensor) -> None:
-        """Commit one chunk of a prompt: T tokens, and the features [1, T, number of features * E] paired with them."""
-        passes = self._target.passes
-        shape = passes.chunk_shape(len(tokens), row, self._cache)
-        num_entries = len(tokens) if shape is None else shape.num_nodes
-        padding = num_entries - len(tokens)
+    def _width_for(self, num_rows: int) -> int:
+        """Many rows have few nodes each, so they need fewer candidates."""
+        return self.width if num_rows <= MAX_WIDE_ROWS else min(self.width, 2)
 
-        def enter(places: Places, ids: torch.Tensor, waiting: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            self._enter(chain(ids[:, 0], ids[:, 1:]), places, self._fuse(waiting), ids.shape[1])
-            return ()
+    def attach(self, cache: KVCache) -> None:
+        self._side(cache)
+        self._hidden(cache)
 
-        given = (torch.tensor([tokens + [-1] * padding]), F.pad(waiting, (0, 0, 0, padding)) if padding else waiting)
-        passes.enter("eagle prompt", enter, [row], self._cache, shape=shape, given=given, num_slots=num_entries)
-        self._cache.advance(row, len(tokens))
-        self._cache.trim(row)
+    def _side(self, cache: KVCache) -> SideLayer:
+        return cache.side(self, self._kv_shape)
 
-    def retire(self, sequence: Sequence) -> None:
-        if (row := self._rows.pop(sequence, None)) is not None:
-            self._cache.release(row.cache_row)
+    def _hidden(self, cache: KVCache) -> torch.Tensor:
+        """[S + 1, E]: by slot, the fused feature of the last token before the root."""
+        return cache.state.owned(self, self.head.config.target.hidden_size, cache.keys.dtype)
+
+    def num_scratch(self, num_draft_tokens: int) -> int:
+        return self.width * num_draft_tokens
+
+    def observe(self, cache: KVCache, observed: Observed) -> None:
+        """Store the committed tokens' keys and values, and the feature from which each row's next draft starts."""
+        entries = observed.entries
+        assert entries is not None
+        fused = self.head.fuse([observed.features[name][None] for name in self.features])[0, entries.nodes]  # [X, E]
+        self._store(cache, fused[None], entries.next_ids[None], entries.positions[None], entries.slots)
+        self._hidden(cache)[entries.owners] = fused[entries.last]
 
     def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
-        # A prompt of one token has no feature to start from.
-        active = [b for b, s in enumerate(batch.sequences) if len(self._rows[s].pending)]
-        if num_draft_tokens == 0 or not active:
+        cache, depth, width = batch.cache, num_draft_tokens, self._width_for(len(batch))
+        if depth == 0:
             return Proposal(chain(batch.roots))
-        sequences = [batch.sequences[b] for b in active]
-        was_behind = self._catch_up(sequences, self.num_draft_tokens + 1)
-        tree = self._grow(sequences, num_draft_tokens)
-        if len(active) < len(batch):
-            tree = spread(tree, batch.roots, torch.tensor(active).to(batch.device))
-        return Proposal(tree, is_typical=not was_behind)
 
-    def commit(self, batch: Batch, proposal: Proposal, outcome: Outcome) -> None:
-        """Keep the accepted path's features, which wait to be entered."""
-        taken = torch.cat([outcome.features[name] for name in self.features], dim=-1)  # [B, K + 1, number of them * E]
-        for b, (sequence, count) in enumerate(zip(batch.sequences, outcome.num_new, strict=True)):
-            self._rows[sequence].pending.add(taken, b, 0, count)
-        self._catch_up(batch.sequences, MAX_PENDING)
+        def draft(slots: torch.Tensor, places: Places) -> tuple[torch.Tensor, ...]:
+            roots = cache.state.integers[slots, ROOT]
+            return as_tensors(self._draft(cache, places, roots, self._hidden(cache)[slots], depth, width))
 
-    def _catch_up(self, sequences: list[Sequence], most: int) -> bool:
-        """If more than `most` features of a row wait, enter all but the newest of every row; returns whether it did."""
-        counts = [len(self._rows[sequence].pending) for sequence in sequences]
-        if max(counts) <= most:
-            return False
-        sequences = [sequence for sequence, count in zip(sequences, counts, strict=True) if count > 1]
-        counts = [count - 1 for count in counts if count > 1]
-        rows = [self._rows[sequence].cache_row for sequence in sequences]
-        num_entries = max(counts)
-        places = self._cache.place(rows, num_entries)
-        tokens = self._waiting_ids(sequences, counts, num_entries)[:, 1:].to(self._cache.device)
-        entries, hidden = chain(tokens[:, 0], tokens[:, 1:]), self._fuse(self._waiting(sequences, num_entries))
-        self._enter(entries, places, hidden, num_entries)
-        self._count_in(sequences, counts)
-        return True
+        key = ("eagle", self.graph_key, depth, width, self.num_nodes)
+        return Proposal(from_tensors(self._target.passes.draft(key, draft, batch.rows, cache), depth=depth))
 
-    def _grow(self, sequences: list[Sequence], depth: int) -> CandidateTree:
-        """Enter the waiting features of the rows, and grow a tree for each row."""
-        passes = self._target.passes
-        rows = [self._rows[sequence].cache_row for sequence in sequences]
-        counts = [len(self._rows[sequence].pending) for sequence in sequences]
-        shape = passes.entries_shape(len(rows), self.num_draft_tokens + 1)
-        num_entries = max(counts) if shape is None else shape.num_nodes
-
-        def draft(places: Places, ids: torch.Tensor, waiting: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return as_tensors(self._draft(places, ids, waiting, depth))
-
-        tree = passes.enter(
-            ("eagle", depth, self.width, self.num_nodes),
-            draft,
-            rows,
-            self._cache,
-            shape=shape,
-            given=(self._waiting_ids(sequences, counts, num_entries), self._waiting(sequences, num_entries)),
-            num_slots=num_entries + self.width * depth,
-        )
-        self._count_in(sequences, counts)
-        return from_tensors(tree, depth=depth)
-
-    def _count_in(self, sequences: list[Sequence], counts: list[int]) -> None:
-        """Count `counts` features of each row as entered."""
-        for sequence, count in zip(sequences, counts, strict=True):
-            row = self._rows[sequence]
-            self._cache.advance(row.cache_row, count)
-            row.pending.drop(count)
-
-    def _waiting_ids(self, sequences: list[Sequence], counts: list[int], num_entries: int) -> torch.Tensor:
-        """Host tensor [A, 1 + num_entries]: the root, then the tokens whose embeddings the entries need, then -1."""
-        ids = []
-        for sequence, count in zip(sequences, counts, strict=True):
-            first = self._rows[sequence].cache_row.length + 1
-            tokens = sequence.tokens_between(first, first + count)
-            # The last entry carries the root's embedding.
-            ids.append([tokens[-1], *tokens, *[-1] * (num_entries - count)])
-        return torch.tensor(ids)
-
-    def _waiting(self, sequences: list[Sequence], num_entries: int) -> torch.Tensor:
-        """The rows' waiting features [A, num_entries, number of features * E]; garbage after a row's last."""
-        return WaitingFeatures.collect([self._rows[sequence].pending for sequence in sequences], num_entries)
-
-    def _draft(self, places: Places, ids: torch.Tensor, waiting: torch.Tensor, depth: int) -> CandidateTree:
-        """Enter the waiting features, then grow a tree. A function of tensors.
+    def _draft(
+        self, cache: KVCache, places: Places, roots: torch.Tensor, hidden: torch.Tensor, depth: int, width: int
+    ) -> CandidateTree:
+        """Grow a tree. A function of tensors.
 
         Args:
-            places: where the rows lie before the features are entered.
-            ids: [A, 1 + N], as `_waiting_ids` gives them.
-            waiting: [A, N, number of features * E].
+            places: where the rows lie.
+            roots: [B].
+            hidden: [B, E], from which the drafts start.
         """
-        roots, tokens = ids[:, 0], ids[:, 1:]
-        counts = (tokens >= 0).sum(1)
-        later = places.advanced(counts)
-        entries, hidden = chain(tokens[:, 0], tokens[:, 1:]), self._fuse(waiting)
-        last = (counts - 1)[:, None, None]
-
-        def last_of(outputs: torch.Tensor) -> torch.Tensor:
-            return outputs.gather(1, last.expand(-1, 1, outputs.shape[-1]))
-
+        products, fed = self._enter(cache, chain(roots), _before(places), hidden[:, None], 1)
         run: LayerPass
         if self._pass is not None:
-            products, fed = (last_of(each) for each in self._enter_fused(self._pass, entries, places, hidden))
-            run = Growth(self._pass, later, fed, depth=depth, width=self.width)
+            run = Growth(self._pass, cache, self._side(cache), places, fed, depth=depth, width=width)
         else:
-            normed, fed = (last_of(each) for each in self._enter(entries, places, hidden, tokens.shape[1]))
-            products = self._output_layer(normed)
 
             @over_nodes
             def run(nodes: CandidateTree, num_new: int, parent: torch.Tensor) -> torch.Tensor:
                 nonlocal fed
                 hidden = fed.gather(1, parent[:, :, None].expand(-1, -1, fed.shape[-1]))
-                normed, fed = self._enter(nodes, later, hidden, num_new)
-                return self._output_layer(normed)
+                products, fed = self._enter(cache, nodes, places, hidden, num_new)
+                return products
 
         def shaped(tokens: torch.Tensor, parent: torch.Tensor) -> torch.Tensor:
             return self._logit_shape(run(tokens, parent))
 
-        shape = {"depth": depth, "width": self.width, "num_nodes": self.num_nodes}
-        return grow(roots, self._logit_shape(products), shaped, token_ids=self._draft_ids, **shape)
+        shape = {"depth": depth, "width": width, "num_nodes": self.num_nodes}
+        tree = grow(roots, self._logit_shape(products), shaped, token_ids=self._draft_ids, **shape)
+        # A prompt of one token has no feature to start from.
+        return tree.limit_depth(torch.where(places.lengths > 0, depth, 0))
 
-    def _enter_fused(
-        self, fused: EaglePass, entries: CandidateTree, places: Places, hidden: torch.Tensor
+    def _enter(
+        self, cache: KVCache, nodes: CandidateTree, places: Places, hidden: torch.Tensor, num_new: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Products [A, N, V] and states to feed back [A, N, E], by the fused pass, from `hidden` [A, N, E]."""
-        layout, slots = self._cache.layout(places, entries)
-        angles = fused.angles(layout.lengths[:, None] + entries.depths)
-        return fused(hidden, entries.tokens.clamp(min=0), angles, layout, slots)
+        """Run the head over the last `num_new` of `nodes`, which become entries in the rows' scratch slots.
+
+        Args:
+            hidden: [B, num_new, E], the entries' hidden inputs.
+
+        Returns:
+            The output layer's products [B, num_new, V], and the states to feed back [B, num_new, E].
+        """
+        side = self._side(cache)
+        layout, slots = cache.layout(places, nodes, num_new)
+        new = slice(nodes.num_nodes - num_new, None)
+        tokens = nodes.tokens[:, new].clamp(min=0)
+        positions = layout.lengths[:, None] + nodes.depths[:, new]
+        if self._pass is not None:
+            return self._pass(hidden, tokens, self._pass.angles(positions, hidden.dtype), layout, slots, side)
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            _keep(side, slots, key, value)
+            return tree_attention(query, side.keys, side.values, layout, self._scaling)
+
+        normed, fed = self.head(hidden, self._embed(tokens), positions, attend)
+        return self._output_layer(normed), fed
+
+    def _store(
+        self, cache: KVCache, hidden: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Store the keys and values of entries, which need no attention.
+
+        Args:
+            hidden: [1, X, E], their fused features.
+            tokens, positions: [1, X], the tokens after them and their positions.
+            slots: [X].
+        """
+        side = self._side(cache)
+        if self._pass is not None:
+            return self._pass.store(hidden, tokens, self._pass.angles(positions, hidden.dtype), slots, side)
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            _keep(side, slots, key, value)
+            return query.new_zeros(*query.shape[:3], value.shape[3]).transpose(1, 2)
+
+        self.head(hidden, self._embed(tokens), positions, attend)
 
     @torch.inference_mode()
     def _check_pass(self) -> None:
         """Drop the fused pass if it differs from the head's own forward, because a head may have parts unknown to it."""
-        assert self._pass is not None
+        fused = self._pass
         generator = torch.Generator().manual_seed(0)
         size = self.head.config.target.hidden_size
-        hidden = torch.randn(1, 5, size, generator=generator).to(self._cache.device, self._cache.keys.dtype)
-        tokens = torch.arange(5, device=self._cache.device)[None] % self._target.config.vocab_size
-        entries, row = chain(tokens[:, 0], tokens[:, 1:]), self._cache.open_row()
-        places = self._cache.place([row], 5)
-        own = self._output_layer(self._enter(entries, places, hidden, 5)[0]).float()
-        fused = self._enter_fused(self._pass, entries, places, hidden)[0].float()
-        self._cache.release(row)
+        cache = self._target.new_cache()
+        hidden = torch.randn(1, 5, size, generator=generator).to(cache.device, cache.keys.dtype)
+        tokens = torch.arange(5, device=cache.device)[None] % self._target.config.vocab_size
+        entries, row = chain(tokens[:, 0], tokens[:, 1:]), cache.open_row()
+        places = cache.place([row], 5)
+        ours = self._enter(cache, entries, places, hidden, 5)[0].float()
+        self._pass = None
+        own = self._enter(cache, entries, places, hidden, 5)[0].float()
         # In low precision the two round at different places.
-        gap = float((fused - own).norm() / own.norm())
-        if not gap < (1e-3 if hidden.dtype == torch.float32 else 5e-2):
-            logger.warning(
-                "%s: the fused pass gives different logits (relative gap %.2g), so the head's own pass runs",
-                self.name,
-                gap,
-            )
-            self._pass = None
+        gap = float((ours - own).norm() / own.norm())
+        if gap < (1e-3 if hidden.dtype == torch.float32 else 5e-2):
+            self._pass = fused
+            return
+        logger.warning(
+            "%s: the fused pass gives different logits (relative gap %.2g), so the head's own pass runs", self.name, gap
+        )
 
-    def _fuse(self, waiting: torch.Tensor) -> torch.Tensor:
-        """The head's fused features [A, N, E] from concatenated ones [A, N, number of features * E]."""
-        return self.head.fuse(list(waiting.chunk(len(self.features), dim=-1)))
 
-    def _enter(
-        self, entries: CandidateTree, places: Places, hidden: torch.Tensor, num_new: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the head over the last `num_new` of `entries` and store their KV in the rows' scratch slots.
+def _before(places: Places) -> Places:
+    """The rows without their last token, whose entry the head computes again as a draft begins."""
+    rows = None if places.rows is None else [replace(row, length=max(row.length - 1, 0)) for row in places.rows]
+    return Places((places.lengths - 1).clamp(min=0), places.block_tables, rows)
 
-        Args:
-            hidden: [A, num_new, E], the entries' hidden inputs.
 
-        Returns:
-            The normed states for the output layer, and the states to feed back, [A, num_new, E] each.
-        """
-        layout, write_slots = self._cache.layout(places, entries, num_new)
-        keys, values = self._cache.keys[0], self._cache.values[0]
-
-        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            keys.index_copy_(0, write_slots, key.transpose(1, 2).flatten(0, 1))
-            values.index_copy_(0, write_slots, value.transpose(1, 2).flatten(0, 1))
-            return tree_attention(query, keys, values, layout, self._scaling)
-
-        new = slice(entries.num_nodes - num_new, None)
-        positions = layout.lengths[:, None] + entries.depths[:, new]
-        return self.head(hidden, self._embed(entries.tokens[:, new].clamp(min=0)), positions, attend)
+def _keep(side: SideLayer, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Store keys and values [B, G, N, D] in slots [B * N]."""
+    side.keys.index_copy_(0, slots, key.transpose(1, 2).flatten(0, 1))
+    side.values.index_copy_(0, slots, value.transpose(1, 2).flatten(0, 1))

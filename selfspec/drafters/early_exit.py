@@ -19,10 +19,11 @@ import torch
 
 from selfspec.cache.blocks import CacheRow
 from selfspec.cache.kv import KVCache, Places
-from selfspec.drafters.growth import append
+from selfspec.drafters.growth import append, tree_shapes
 from selfspec.drafters.waiting_features import WaitingFeatures
 from selfspec.heads.early_exit import EarlyExitHead
 from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Outcome, Proposal
+from selfspec.loop.planner import Shape
 from selfspec.model.layers import private_copy
 from selfspec.model.load import lay_out
 from selfspec.model.split import SplitTarget
@@ -74,7 +75,7 @@ class EarlyExitDrafter(Drafter):
         self.num_nodes = num_nodes or shape.num_nodes
         self.width = width or shape.width
         self.exit_layer = head.config.exit_layer
-        self.features = (self.exit_layer,)
+        self.features = self.block_names = (self.exit_layer,)
         self.head = private_copy(head).to(target.device, target.dtype)
         lay_out(self.head)
         self._target = target
@@ -83,6 +84,9 @@ class EarlyExitDrafter(Drafter):
         self._blocks = self.head.student(target.model)
         self._cache = target.new_cache(replace(target.kv_shape, num_layers=len(head.config.blocks)))
         self._rows: dict[Sequence, _Row] = {}
+
+    def shapes(self, num_rows: int) -> list[Shape]:
+        return tree_shapes(self.num_draft_tokens, self.width, self.num_nodes)
 
     def admit(self, sequence: Sequence, features: Mapping[int, torch.Tensor]) -> None:
         hidden = features[self.exit_layer]

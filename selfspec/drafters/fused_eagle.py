@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from selfspec.cache.kv import KVCache, Places
+from selfspec.cache.kv import KVCache, Places, SideLayer
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.kernels.jit import is_compiled_for
 from selfspec.kernels.linear import linear, linear_before_norm, normed_gated_linear, normed_linear
@@ -31,13 +31,11 @@ class EaglePass:
 
     Args:
         head, output: fused modules for which `is_common` is true.
-        cache: the head's own.
     """
 
-    def __init__(self, head: EagleHead, output: Any, embed: nn.Module, cache: KVCache) -> None:
+    def __init__(self, head: EagleHead, output: Any, embed: nn.Module) -> None:
         layer: Any = head.midlayer
         attention, mlp = layer.self_attn, layer.mlp
-        self.cache = cache
         self._embed = embed
         self._output = output
         self._qkv, self._o = attention.q_proj.merged, attention.o_proj
@@ -46,6 +44,7 @@ class EaglePass:
         self._post_norm, self._final_norm = norm_of(layer.post_attention_layernorm), norm_of(head.norm)
         self._inv_freq, self._rotary_factor = attention.inv_freq, attention.rotary_factor
         self._scaling = attention.head_dim**-0.5
+        self._query_size = head.config.num_heads * attention.head_dim
         self._feeds_normed = head.config.feeds_normed
 
     @staticmethod
@@ -65,10 +64,10 @@ class EaglePass:
             and all(isinstance(norm, FusedRMSNorm) for norm in norms)
         )
 
-    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """The rotary cosines and sines, [A, N, D] each, of positions [A, N]."""
         angles = (positions[:, :, None].float() * self._inv_freq).repeat(1, 1, 2)
-        cos, sin = ((self._rotary_factor * part).to(self.cache.keys.dtype) for part in (angles.cos(), angles.sin()))
+        cos, sin = ((self._rotary_factor * part).to(dtype) for part in (angles.cos(), angles.sin()))
         return cos, sin
 
     def __call__(
@@ -78,6 +77,7 @@ class EaglePass:
         angles: tuple[torch.Tensor, torch.Tensor],
         layout: TreeLayout,
         slots: torch.Tensor,
+        side: SideLayer,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Enter N entries per row.
 
@@ -85,17 +85,14 @@ class EaglePass:
             hidden: [A, N, E] fused features, or states that were fed back.
             tokens: [A, N], whose embeddings are paired with the hidden states.
             angles: cosines and sines [A, N, D], see `angles`.
-            slots: [A * N], where the entries' keys and values go.
+            slots: [A * N], where the entries' keys and values go in the head's layer `side`.
 
         Returns:
             The output layer's products [A, N, V], and the states to feed back [A, N, E].
         """
-        A, N, E = hidden.shape
-        keys, values = self.cache.keys[0], self.cache.values[0]
-        both = hidden.new_empty(A, N, 2 * E)
-        for norm, x, out in zip(self._input_norms, (self._embed(tokens), hidden), both.split(E, dim=2), strict=True):
-            rms_norm(x, norm.weight, norm.eps, out=out, **norm.rule)
-        query = rotary_store(linear(both, self._qkv.weight, self._qkv.bias), *angles, slots, keys, values)
+        keys, values = side.keys, side.values
+        qkv = linear(self._inputs(hidden, tokens), self._qkv.weight, self._qkv.bias)
+        query = rotary_store(qkv, *angles, slots, keys, values)
         attended = tree_attention(query.transpose(1, 2), keys, values, layout, self._scaling).flatten(2)
         normed = linear_before_norm(attended, self._o.weight, self._o.bias, hidden, self._post_norm)
         activated = normed_gated_linear(normed, self._gate_up.weight, self._gate_up.bias)
@@ -103,18 +100,52 @@ class EaglePass:
         logits = normed_linear(normed, self._output.weight, self._output.bias)
         return logits, normed.finish() if self._feeds_normed else normed.hidden
 
+    def store(
+        self,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        side: SideLayer,
+    ) -> None:
+        """Store the keys and values of entries, whose outputs nobody wants; arguments as above."""
+        bias = None if self._qkv.bias is None else self._qkv.bias[self._query_size :]
+        kv = linear(self._inputs(hidden, tokens), self._qkv.weight[self._query_size :], bias)
+        rotary_store(kv, *angles, slots, side.keys, side.values)
+
+    def _inputs(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """What attention reads: the normed embeddings and hidden states, [A, N, 2 * E]."""
+        A, N, E = hidden.shape
+        both = hidden.new_empty(A, N, 2 * E)
+        for norm, x, out in zip(self._input_norms, (self._embed(tokens), hidden), both.split(E, dim=2), strict=True):
+            rms_norm(x, norm.weight, norm.eps, out=out, **norm.rule)
+        return both
+
 
 class Growth:
     """The passes over a tree's layers, from the first to the last.
 
     Args:
+        side: the head's layer in the cache.
         places: where the rows lie; the tree's nodes are scratch entries after their prefixes.
         last: [A, 1, E], the state that the last entry before the tree feeds to the first layer.
         depth, width: of the tree.
     """
 
-    def __init__(self, eagle: EaglePass, places: Places, last: torch.Tensor, *, depth: int, width: int) -> None:
+    def __init__(
+        self,
+        eagle: EaglePass,
+        cache: KVCache,
+        side: SideLayer,
+        places: Places,
+        last: torch.Tensor,
+        *,
+        depth: int,
+        width: int,
+    ) -> None:
         self._eagle = eagle
+        self._side = side
+        self._block_size = cache.block_size
         self._places = places
         self._fed = last
         self._depth = depth
@@ -122,9 +153,9 @@ class Growth:
         A = len(last)
         at = torch.arange(depth, device=device)
         self._depths = at[:, None, None].expand(depth, A, width).contiguous()
-        self._cos, self._sin = eagle.angles(places.lengths[:, None] + at)
+        self._cos, self._sin = eagle.angles(places.lengths[:, None] + at, last.dtype)
         nodes = torch.arange(depth * width, device=device)
-        self._slots = slots_of(places.block_tables, places.lengths[:, None] + nodes, eagle.cache.block_size)
+        self._slots = slots_of(places.block_tables, places.lengths[:, None] + nodes, cache.block_size)
         self._paths = self._slots.new_zeros(A, 1, depth)
         self._at = self._num_nodes = 0
 
@@ -141,12 +172,12 @@ class Growth:
             None if self._places.rows is None else [row.length for row in self._places.rows],
             self._depths[at, :, :W],
             None,
-            self._eagle.cache.block_size,
+            self._block_size,
             max_depth=at,
             paths=self._paths,
         )
         hidden = self._fed.gather(1, parent[:, :, None].expand(-1, -1, self._fed.shape[2]))
         angles = self._cos[:, at, None].expand(-1, W, -1), self._sin[:, at, None].expand(-1, W, -1)
-        logits, self._fed = self._eagle(hidden, tokens, angles, layout, own.reshape(-1))
+        logits, self._fed = self._eagle(hidden, tokens, angles, layout, own.reshape(-1), self._side)
         self._at, self._num_nodes = at + 1, self._num_nodes + W
         return logits

@@ -11,12 +11,20 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from selfspec.loop.planner import Shape
 from selfspec.tree import CandidateTree, TreeGrower
 
 # (the newest layer's tokens [B, W], each one's parent [B, W] within the layer before) -> logits [B, W, V].
 LayerPass = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # (all nodes so far, how many of them are new, parents as above) -> logits [B, W, V].
 NodesPass = Callable[[CandidateTree, int, torch.Tensor], torch.Tensor]
+
+
+def tree_shapes(depth: int, width: int, num_nodes: int) -> list[Shape]:
+    """Trees of every depth up to `depth`, with at most `num_nodes` nodes each, the root included."""
+    if width == 1:
+        return [Shape(each) for each in range(1, depth + 1)]
+    return [Shape(each, width, min(num_nodes - 1, width + (each - 1) * width**2)) for each in range(1, depth + 1)]
 
 
 def grow(
@@ -96,30 +104,3 @@ def from_tensors(tensors: Sequence[torch.Tensor], *, depth: int) -> CandidateTre
     """The tree, at most `depth` deep, from the tensors [B, N] of `as_tensors`."""
     tokens, parents, depths, scores = tensors
     return CandidateTree(tokens, parents, depths, max_depth=min(depth, tokens.shape[1] - 1), scores=scores)
-
-
-def spread(tree: CandidateTree, roots: torch.Tensor, index: torch.Tensor) -> CandidateTree:
-    """A tree of the A rows `index` as one of all B rows; the other rows get only their root.
-
-    Args:
-        tree: [A, N].
-        roots: [B].
-        index: [A].
-    """
-    B, N = len(roots), tree.num_nodes
-    if len(index) == B:
-        return tree
-
-    def put(values: torch.Tensor, filler: float) -> torch.Tensor:
-        return values.new_full((B, N), filler).index_copy_(0, index, values)
-
-    tokens = put(tree.tokens, -1)
-    tokens[:, 0] = roots
-    assert tree.scores is not None
-    return CandidateTree(
-        tokens=tokens,
-        parents=put(tree.parents, -1),
-        depths=put(tree.depths, 0),
-        max_depth=tree.max_depth,
-        scores=put(tree.scores, 0.0),
-    )

@@ -9,13 +9,16 @@ Invariant: a draft is a chain and depends only on its row's tokens; the counts c
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from selfspec.kernels.jit import is_compiled_for
+from selfspec.cache.kv import KVCache, Places
+from selfspec.cache.rows import ROOT
+from selfspec.drafters.growth import as_tensors, from_tensors
 from selfspec.kernels.ngram_lookup import ngram_lookup
-from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Outcome, Proposal
+from selfspec.loop.drafter import DefaultShape, Drafter, DraftShape, Observed, Proposal
 from selfspec.tree import chain
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ class NgramDrafter(Drafter):
     """
 
     name = "ngram"
+    is_resident = True
     default_shape = DefaultShape(cpu=DraftShape(15), gpu=DraftShape(15))
 
     def __init__(self, num_draft_tokens: int | None = None, *, max_match: int = 8, min_match: int = 1) -> None:
@@ -45,35 +49,48 @@ class NgramDrafter(Drafter):
         self.num_draft_tokens = num_draft_tokens
         self.max_match = max_match
         self.min_match = min_match
-        self._counts: torch.Tensor
+        # Trials and hits by match length (row 0 is unused) and depth.
+        self._counts = torch.zeros(2, max_match + 1, num_draft_tokens)
         self.forget()
 
     def forget(self) -> None:
         super().forget()
-        # Trials and hits by match length (row 0 is unused) and depth. The prior trusts longer matches more.
+        # The prior trusts longer matches more. In place, because CUDA graphs hold the address.
         prior = 1 - 0.6 / torch.arange(self.max_match + 1).clamp(min=1)
-        trials = torch.full((self.max_match + 1, self.num_draft_tokens), 4.0)
-        self._counts = torch.stack([trials, trials * prior[:, None]])
+        self._counts[0] = 4.0
+        self._counts[1] = 4.0 * prior.to(self._counts.device)[:, None]
+
+    def attach(self, cache: KVCache) -> None:
+        self._counts = self._counts.to(cache.device)
 
     def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
         """A chain per row; the proposal's state is the length of each row's match [B]."""
-        K = num_draft_tokens
+        cache, K = batch.cache, num_draft_tokens
         if K == 0:
             return Proposal(chain(batch.roots))
-        drafts, matched = ngram_lookup(batch.history, None, batch.num_tokens, K, self.max_match)
-        drafts = torch.where((matched >= self.min_match)[:, None], drafts, -1)
-        self._counts = self._counts.to(drafts.device)
-        trials, hits = self._counts
-        scores = (hits / trials)[matched, :K].log().cumsum(1)
-        tree = chain(batch.roots, drafts, scores)
-        if not is_compiled_for(drafts):
-            # Cut to the longest draft. Not where kernels run, because asking for it would wait for the device.
-            tree = tree.prune(1 + int((drafts >= 0).sum(1).max()))
+
+        def draft(slots: torch.Tensor, places: Places) -> tuple[torch.Tensor, ...]:
+            state = cache.state
+            drafts, matched = ngram_lookup(state.history, slots, places.lengths + 1, K, self.max_match)
+            drafts = torch.where((matched >= self.min_match)[:, None], drafts, -1)
+            trials, hits = self._counts
+            scores = (hits / trials)[matched, :K].log().cumsum(1)
+            return *as_tensors(chain(state.integers[slots, ROOT], drafts, scores)), matched
+
+        key = ("ngram", self.graph_key, K)
+        *tensors, matched = batch.target.passes.draft(key, draft, batch.rows, cache)
+        tree = replace(from_tensors(tensors, depth=K), is_chain=True)
+        if not batch.target.passes.is_captured:
+            # Cut to the longest draft. Not where steps are launched ahead, because asking for it would wait for the device.
+            tree = tree.prune(int(tree.is_real.sum(1).max()))
         return Proposal(tree, state=matched)
 
-    def commit(self, batch: Batch, proposal: Proposal, outcome: Outcome) -> None:
-        if proposal.state is not None:
-            count(self._counts, proposal.state, proposal.tree.tokens, outcome.acceptance.num_accepted)
+    def observe(self, cache: KVCache, observed: Observed) -> None:
+        """Count, for every depth that was reached, whether its draft was accepted."""
+        tree, acceptance, matched = observed.tree, observed.acceptance, observed.state
+        if tree is not None and acceptance is not None and matched is not None:
+            # A tree may have been padded beyond the longest draft.
+            count(self._counts, matched, tree.tokens[:, : self.num_draft_tokens + 1], acceptance.num_accepted)
 
 
 def count(counts: torch.Tensor, matched: torch.Tensor, tokens: torch.Tensor, num_accepted: torch.Tensor) -> None:

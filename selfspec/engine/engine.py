@@ -27,10 +27,11 @@ from selfspec.engine.health import Health
 from selfspec.engine.intake import Intake
 from selfspec.engine.warm_up import warm_up
 from selfspec.loop.drafter import Drafter, NoDrafter
+from selfspec.loop.group import Group
 from selfspec.loop.planner import Planner
 from selfspec.loop.scheduler import Scheduler
 from selfspec.loop.sequence import Request, Sequence
-from selfspec.loop.step import Group, Stage, StageError
+from selfspec.loop.stages import Stage, StageError
 from selfspec.loop.text import TextStream
 from selfspec.model.target import Target
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from selfspec.api import Completion
+from selfspec.loop.group import Step
 from selfspec.loop.sequence import Request
-from selfspec.loop.step import Step
 
 CLOSED = "the server is shutting down: try again later, or elsewhere"
 

@@ -15,7 +15,7 @@ own path. Where no choice depends on a path, `accept_all_nodes` gives the first 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,6 +47,10 @@ class Acceptance:
     tokens: torch.Tensor
     is_valid: torch.Tensor
 
+    def of_rows(self, index: torch.Tensor) -> Acceptance:
+        """The acceptance of the rows `index` alone."""
+        return Acceptance(self.path[index], self.num_accepted[index], self.tokens[index], self.is_valid[index])
+
 
 def accept(tree: CandidateTree, logits: torch.Tensor, sampler: Sampler) -> Acceptance:
     """Accept by the rule for the tree's kind of draft.
@@ -69,7 +73,27 @@ def accept_all_nodes(tree: CandidateTree, logits: torch.Tensor, laws: Laws | Non
         logits: [B, N, V] the target's logits at every node.
         laws: the B rows' laws; None where every row is greedy.
     """
-    chosen, is_valid = row_argmax(logits) if laws is None else laws.choose(logits, tree.depths)  # [B, N] each
+    nodes = torch.arange(tree.tokens.numel(), device=tree.tokens.device)
+    return accept_flat(tree, nodes, logits.flatten(0, 1), laws)
+
+
+def accept_flat(tree: CandidateTree, nodes: torch.Tensor, logits: torch.Tensor, laws: Laws | None) -> Acceptance:
+    """`accept_all_nodes` where only some nodes have logits.
+
+    Args:
+        nodes: [F] indices into the B * N nodes; every node that is not padding is among them.
+        logits: [F, V], theirs.
+    """
+    B, N = tree.tokens.shape
+    if laws is None:
+        chosen, is_valid = row_argmax(logits)
+    else:
+        rows, depths = nodes // N, tree.depths.flatten()[nodes]
+        own = replace(laws, integers=laws.integers[rows], fractions=laws.fractions[rows])
+        chosen, is_valid = (each[:, 0] for each in own.choose(logits[:, None], depths[:, None]))
+    # A node without logits is nobody's child, and no walk comes to it.
+    chosen = chosen.new_full((B * N,), -1).index_copy_(0, nodes, chosen).view(B, N)
+    is_valid = is_valid.new_zeros(B * N).index_copy_(0, nodes, is_valid).view(B, N)
     path, num_accepted = tree_accept(tree.tokens, tree.parents, chosen, tree.max_depth)
     tokens = torch.where(path >= 0, chosen.gather(1, path.clamp(min=0)), -1)
     return Acceptance(path, num_accepted, tokens, is_valid.gather(1, path.clamp(min=0)).all(1))

@@ -15,10 +15,10 @@ import torch
 
 from selfspec.cache.kv import KVCache
 from selfspec.loop.drafter import Drafter, NoDrafter
+from selfspec.loop.group import Step
 from selfspec.loop.planner import Planner
 from selfspec.loop.scheduler import Scheduler
 from selfspec.loop.sequence import Request, check_request
-from selfspec.loop.step import Step
 from selfspec.model.target import Target
 
 

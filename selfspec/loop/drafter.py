@@ -5,23 +5,27 @@ Invariant: a drafter changes how fast tokens come, never their distribution.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from selfspec.loop.planner import Planner
+from selfspec.loop.planner import Planner, Shape
 from selfspec.tree import CandidateTree, chain
 
 if TYPE_CHECKING:
-    from selfspec.cache.kv import Places
+    from selfspec.cache.kv import KVCache, Places
     from selfspec.loop.accept import Acceptance
     from selfspec.loop.batch import Batch
     from selfspec.loop.sequence import Sequence
     from selfspec.model.target import Verification
+
+
+_SERIALS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,8 @@ class Proposal:
         verify: for a drafter that has run a part of the target's pass already: from (tree, places) to the target's logits
             and features. None for a whole pass.
         paused: rows without drafts, because their texts have outgrown the drafter's context.
-        state: anything that `commit` needs to know about the proposal.
+        state: anything that `commit` needs to know about the proposal; for a resident drafter a tensor [B, ...], which
+            `observe` gets.
     """
 
     tree: CandidateTree
@@ -59,6 +64,45 @@ class Outcome:
     acceptance: Acceptance
     features: Mapping[int, torch.Tensor]
     num_new: list[int]
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The tokens that a pass committed, X in all, and garbage in between whose slots nobody reads.
+
+    Attributes:
+        nodes: [X] each token's index among the pass's nodes.
+        next_ids: [X] the token after it.
+        positions: [X] its position in its row's text.
+        slots: [X] where its keys and values lie in the target's cache.
+        last: [R] indices into the X tokens: the last one of each row that decodes after the pass.
+        owners: [R] these rows' slots in the cache's `state`.
+    """
+
+    nodes: torch.Tensor
+    next_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    last: torch.Tensor
+    owners: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a pass of the target committed, for a resident drafter. Only tensors, because a CUDA graph may run it.
+
+    Attributes:
+        entries: None where the drafter reads no features.
+        features: hidden states of the pass's nodes, each [F + P, E].
+        tree, acceptance: of the rows that decode; None in a pass of prompts alone.
+        state: of the proposal.
+    """
+
+    entries: Entries | None
+    features: Mapping[int, torch.Tensor]
+    tree: CandidateTree | None = None
+    acceptance: Acceptance | None = None
+    state: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +140,11 @@ class Drafter(ABC):
     For each sequence the loop calls `admit` once, then `propose` and `commit` once a step, and `retire` once. All calls of
     one drafter come from one thread at a time.
 
+    A *resident* drafter keeps everything that it knows of a row on the device, in the target's cache: a layer in the cache's
+    slots (`KVCache.side`), and a vector for each row that decodes (`RowState.owned`). Its `observe` keeps them up to date as
+    a part of the target's pass, so the next step can be launched before this one's tokens are read. The loop calls neither
+    `admit` nor `commit` for it.
+
     Attributes:
         name: as written on the command line.
         num_draft_tokens: how deep it drafts when nothing limits it.
@@ -110,13 +159,40 @@ class Drafter(ABC):
     num_nodes: int = 0
     features: tuple[int, ...] = ()
     is_costly: bool = False
+    is_resident: bool = False
+    # What a published block must keep for a row of this drafter to adopt it: features by name, or its own entries.
+    block_names: tuple[Hashable, ...] = ()
+
+    @cached_property
+    def graph_key(self) -> Hashable:
+        """Identifies the drafter in the keys of CUDA graphs. Not `id()`, which Python reuses."""
+        return next(_SERIALS)
 
     @cached_property
     def planner(self) -> Planner:
         """This drafter's measurements, kept across calls: a second prompt starts with what the first one learnt."""
         return Planner()
 
-    def admit(  # noqa: B027  (a drafter without state has nothing to do here, nor below)
+    def shapes(self, num_rows: int) -> list[Shape]:
+        """The trees that it can grow for `num_rows` rows, the cheapest first."""
+        return [Shape(depth) for depth in range(1, self.num_draft_tokens + 1)]
+
+    @property
+    def most_nodes(self) -> int:
+        """The most nodes of one of its trees, root included."""
+        return self.num_nodes or self.num_draft_tokens + 1
+
+    def attach(self, cache: KVCache) -> None:  # noqa: B027  (a drafter without state has nothing to do here, nor below)
+        """Make what a resident drafter keeps in a cache, before a CUDA graph can ask for it."""
+
+    def num_scratch(self, num_draft_tokens: int) -> int:
+        """How many slots after a row's prefix a resident drafter writes while it drafts."""
+        return 0
+
+    def observe(self, cache: KVCache, observed: Observed) -> None:  # noqa: B027
+        """For a resident drafter: take note of what a pass committed. Device work only."""
+
+    def admit(  # noqa: B027
         self, sequence: Sequence, features: Mapping[int, torch.Tensor]
     ) -> None:
         """A prompt was prefilled; `features`, each [1, T, E], are those of its T tokens before the root."""
@@ -144,6 +220,8 @@ class NoDrafter(Drafter):
     """Autoregressive decoding: every tree is only its root."""
 
     name = "none"
+    is_resident = True
+    graph_key = "none"
 
     def propose(self, batch: Batch, num_draft_tokens: int) -> Proposal:
         return Proposal(chain(batch.roots))

@@ -1,273 +1,248 @@
 """How much to draft in the next step, zero included. It stands before the stage "draft a candidate tree".
 
-Invariant: speculation does not cost more than it brings. The planner measures what a step costs at each size and how often
-drafts of each depth are accepted, and picks the size with the most expected tokens a second:
+Invariant: speculation does not cost more than it brings. For a group of B rows the planner picks which rows draft, a shape
+of their trees, and the number F of nodes to verify in all (roots included), with the most expected tokens a second:
 
-    rate(N) = (B + sum over rows of the best N - 1 nodes' acceptance probabilities) / (draft seconds + verify seconds(N))
+    rate = (B + gain(rows, shape, F)) / (pass seconds(F) + draft seconds(rows, shape))
 
-(the expected acceptance length of https://arxiv.org/abs/2211.17192, with a probability for every node in place of one
-constant rate). A drafter's own probabilities may be wrong: the planner compares what they promised at each depth with
-what was accepted, and corrects them by the ratio. It guesses that untried sizes are cheap, because they are then tried and
-measured. Only deterministic drafts are pruned by their scores; a sampled draft's size is fixed before anything is drawn.
+`gain` is the expected number of accepted drafts (https://arxiv.org/abs/2211.17192) among the F - B likeliest nodes,
+whichever rows they belong to (`selfspec.loop.survival`, `selfspec.loop.selection`). The seconds come from
+`selfspec.loop.costs`. The rate is the goodput of https://arxiv.org/abs/2406.14066. The seconds of prompts in the pass
+are owed anyway. Beside prompts the planner therefore maximizes what a step is worth at the price of a token without them:
+
+    gain / best rate - (pass seconds(F + prompts) - pass seconds(B + prompts)) - draft seconds
+
+What is not tried is not learnt, so now and then a step is a probe (`selfspec.loop.probes`).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
+from itertools import accumulate
 
-import torch
-
-from selfspec.tree import CandidateTree
+from selfspec.loop.costs import Costs
+from selfspec.loop.probes import Draft, Option, Prices, Probes, Shape
+from selfspec.loop.survival import Record, Survival, mass_of
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What the planner asks of one step.
+class Plan:
+    """What one step shall do.
 
     Attributes:
-        depth: how deep to draft; 0 for only the roots.
-        is_probe: the step measures a size larger than the one that seems to pay.
+        shape: of the trees; None for no draft.
+        num_nodes: F, the nodes to verify in all rows, roots included.
+        is_drafting: [B] the rows that draft.
+        is_probe: the step is taken to learn, not because it pays.
+        corrections: [K + 1] factor by depth from a score's chance to the observed one; never rises with the depth.
+        factors: [B] factor by row, at most 1.
+        sizes, num_prompt_tokens, mean_length: as they were given.
     """
 
-    depth: int
-    is_probe: bool = False
+    shape: Shape | None
+    num_nodes: int
+    is_drafting: tuple[bool, ...]
+    is_probe: bool
+    corrections: tuple[float, ...]
+    factors: tuple[float, ...]
+    sizes: tuple[int, ...]
+    num_prompt_tokens: int
+    mean_length: float
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What came of a step, as lists on the host.
+
+    Attributes:
+        depths: [B] how deep each row drafted; 0 if it did not.
+        num_accepted: [B] accepted drafts.
+        promised: [B][K] sums of the verified nodes' chances by depth, as the scores alone have them; None without scores.
+        curve: [K][S] what `Ranking.curve` measured over all drafted nodes, for the plan's sizes; None without scores.
+    """
+
+    depths: Sequence[int]
+    num_accepted: Sequence[int]
+    promised: Sequence[Sequence[float]] | None = None
+    curve: Sequence[Sequence[float]] | None = None
 
 
 class Planner:
-    """Chooses draft sizes from measurements.
+    """Chooses what to draft, for the rows that one drafter serves.
 
     Args:
+        costs: seconds of passes and drafts. Without a calibration they are learnt from the steps.
         is_active: False always drafts as much as the drafter can.
     """
 
-    # How many timings of one size are remembered. Their median is its cost.
-    MEMORY = 15
-    # Guess for what an untried node adds to a pass, relative to a pass over one node.
-    NODE_COST = 0.01
-    # One step in so many has no drafts, because the cost of plain decoding must stay known. Another drafts two tokens more
-    # than seems to pay, because one slow pass or another text must not rule a size out for good.
-    PROBE_EVERY = 48
-    # Where nothing pays, a probe is a short draft in each of so many steps, because the first may cost more than the others.
-    # After each probe the pause before the next doubles, up to MAX_PAUSE steps, and half of what was counted is forgotten.
-    PROBE_STEPS = 2
-    MAX_PAUSE = 384
-    # The share of a count that is left a step later, and how many trials the first guess is worth.
-    FADE = 0.98
-    PRIOR = 4.0
+    # A row that promises less than this share of what the others promise on average does not draft.
+    LEAST_SHARE = 0.03
 
-    def __init__(self, *, is_active: bool = True) -> None:
+    def __init__(self, costs: Costs | None = None, *, is_active: bool = True) -> None:
+        self.costs = Costs() if costs is None else costs
         self.is_active = is_active
-        # By number of rows and nodes: the last timings of a pass, and their median.
-        self._verify: dict[tuple[int, int], deque[float]] = {}
-        self._seconds: dict[tuple[int, int], float] = {}
-        # Timings of drafts, by number of rows (rounded up to a power of two) and by depth.
-        self._draft: dict[int, dict[int, deque[float]]] = {}
-        self._trials: list[float] = []
-        self._hits: list[float] = []
-        # By depth: how many accepted tokens the scores promised, and how many were accepted.
-        self._promised: list[float] = []
-        self._kept: list[float] = []
-        # By depth: how many nodes were verified when it was drafted.
-        self._sizes: dict[int, deque[int]] = {}
-        self._steps = 0
-        # Steps since drafting last paid, and how many pass before a probe.
-        self._num_idle = 0
-        self._pause = self.PROBE_EVERY
+        # By log2 of the number of rows.
+        self._loads: dict[int, Survival] = {}
+        self._probes = Probes(self.costs)
+
+    @staticmethod
+    def row(bucket: int = 0) -> Record:
+        """A new sequence's record. Sequences of one bucket share a prior: greedy ones, say, or those of one temperature."""
+        return Record(bucket)
+
+    def use(self, costs: Costs) -> None:
+        """Take other costs, and forget what was accepted."""
+        self.costs = costs
+        self.forget()
 
     def forget(self) -> None:
         """Forget what was accepted, but keep what passes cost."""
-        for counts in (self._trials, self._hits, self._promised, self._kept):
-            counts.clear()
-        self._num_idle, self._pause = 0, self.PROBE_EVERY
+        self._loads.clear()
+        self._probes = Probes(self.costs)
 
-    def ask(self, limit: int, num_rows: int, *, is_costly: bool) -> Ask:
-        """How deep the drafter should go in this step.
+    def plan(
+        self,
+        rows: Sequence[Record],
+        *,
+        sizes: Sequence[int],
+        shapes: Sequence[Shape],
+        limit: int,
+        is_costly: bool = True,
+        num_prompt_tokens: int = 0,
+        mean_length: float = 0.0,
+    ) -> Plan:
+        """What to draft and verify in the next step.
 
         Args:
+            sizes: numbers of nodes that a pass can have, ascending; the first is B.
+            shapes: trees that the drafter can grow, the cheapest first.
             limit: the deepest draft that is of any use.
-            num_rows: rows of the batch.
-            is_costly: drafting takes a noticeable part of a pass, so a draft that does not pay is not begun.
+            is_costly: drafts take time of the device. Others are free, so all rows draft as much as they can.
+            num_prompt_tokens: tokens of prompts in the same pass.
+            mean_length: mean length of the rows' prefixes.
         """
-        if not self.is_active or limit <= 0:
-            return Ask(max(limit, 0))
-        self._steps += 1
-        is_probe = self._steps % self.PROBE_EVERY == self.PROBE_EVERY // 2
-        if self._steps % self.PROBE_EVERY == 2:
-            return Ask(0)
-        return self._best(limit, num_rows, is_probe=is_probe) if is_costly else Ask(limit, is_probe)
-
-    def _best(self, limit: int, num_rows: int, *, is_probe: bool) -> Ask:
-        """The depth with the best rate, or a probe's depth."""
-        verify, draft = self._verify_seconds(num_rows), self._draft_seconds(num_rows)
-        rates = [self._rate_of_chain(depth, verify, draft) for depth in range(limit + 1)]
-        best = max(range(limit + 1), key=rates.__getitem__)
-        if best > 0:
-            self._num_idle, self._pause = 0, self.PROBE_EVERY
-            return Ask(min(best + 2, limit), is_probe=True) if is_probe else Ask(best)
-        self._num_idle += 1
-        if self._num_idle <= self._pause:
-            return Ask(0)
-        if self._num_idle == self._pause + 1:
-            self._trials, self._hits = ([count / 2 for count in counts] for counts in (self._trials, self._hits))
-        if self._num_idle == self._pause + self.PROBE_STEPS:
-            self._num_idle, self._pause = 0, min(2 * self._pause, self.MAX_PAUSE)
-        return Ask(min(2, limit), is_probe=True)
-
-    def prune(self, tree: CandidateTree, ask: Ask, *, free_nodes: int = 1) -> CandidateTree:
-        """Drop the nodes that cost more than they promise.
-
-        Args:
-            free_nodes: a batch with no more nodes than this is not pruned, because a pass over them costs hardly more.
-        """
-        B, N = tree.tokens.shape
-        if not self.is_active or tree.scores is None or not tree.is_deterministic or N == 1 or B * N <= free_nodes:
-            return tree
-        corrections = torch.tensor([1.0, *(self._correction(depth) for depth in range(tree.max_depth))])
-        chances = (tree.scores.exp() * corrections.to(tree.scores.device)[tree.depths]).clamp(max=1.0)
-        # The order in which `CandidateTree.prune` keeps nodes.
-        order = torch.where(tree.is_real, tree.scores, -torch.inf).sort(dim=1, descending=True, stable=True).indices
-        gains = torch.where(tree.is_real, chances, 0.0).gather(1, order)[:, 1:].sum(0).cumsum(0).tolist()
-        seconds = self._verify_seconds(B)
-        rates = [(B + gain) / seconds(size) for size, gain in enumerate([0.0, *gains], start=1)]
-        best = max(range(N), key=rates.__getitem__)
-        return tree.prune(1 + (best + 2 if ask.is_probe else best))
-
-    @staticmethod
-    def measure(tree: CandidateTree) -> torch.Tensor:
-        """What `observe` must know about a tree: [B, 1 + K + 1] float64 on the device.
-
-        The columns are each row's depth, then for each depth the sum of its nodes' chances, 0 where there are no scores.
-        Float64, because the host reads it in one tensor with the step's tokens.
-        """
-        at_depth = tree.depths[:, :, None] == torch.arange(tree.max_depth + 1, device=tree.tokens.device)  # [B, N, K + 1]
-        chances = 0.0 if tree.scores is None else torch.where(tree.is_real, tree.scores.exp(), 0.0).double()[:, :, None]
-        return torch.cat([tree.depths.amax(1, keepdim=True).double(), (at_depth * chances).sum(1)], dim=1)
+        B, load = len(rows), self._load_of(len(rows))
+        usable = [shape for shape in shapes if shape.depth <= limit] or list(shapes[: int(limit > 0)])
+        plain = Option(usable[-1], range(B)) if usable and not is_costly else Option(None, ())
+        best, probe = plain, None
+        if usable and not self.is_active:
+            best = Option(usable[-1], range(B), max(bisect_right(sizes, usable[-1].most_nodes(B)) - 1, 0))
+        elif usable and len(sizes) > 1:
+            alone = [self.costs.pass_seconds(size, B, mean_length) for size in sizes]
+            owed = alone
+            if num_prompt_tokens:
+                owed = [self.costs.pass_seconds(size + num_prompt_tokens, B, mean_length) for size in sizes]
+            deepest = max(shape.depth for shape in shapes)
+            drafts = list(self._drafts(rows, load, sizes, usable, deepest, limit, is_costly))
+            prices = Prices(sizes, alone, owed, min([alone[0] / B, *(draft.token(alone, B) for draft in drafts)]))
+            options = [plain, *(draft.best(prices) for draft in drafts)]
+            best = min(options, key=prices.loss)
+            probe = self._probes.next(best, plain, options, rows, load, usable[0], prices)
+        shape, drafting, size = (probe or best)[:3]
+        is_drafting = set(drafting)
+        return Plan(
+            shape,
+            sizes[size],
+            tuple(i in is_drafting for i in range(B)),
+            probe is not None,
+            tuple(load.corrections(shape.width if shape else 1, max((each.depth for each in shapes), default=0))),
+            tuple(map(load.factor, rows)),
+            tuple(sizes),
+            num_prompt_tokens,
+            mean_length,
+        )
 
     def observe(
         self,
-        ask: Ask,
-        tree: CandidateTree,
-        facts: list[list[float]],
-        num_accepted: list[int],
-        draft_seconds: float | None,
-        verify_seconds: float | None,
+        plan: Plan,
+        rows: Sequence[Record],
+        evidence: Evidence,
+        draft_seconds: float | None = None,
+        pass_seconds: float | None = None,
     ) -> None:
-        """Learn from a step's cost and outcome.
+        """Learn from a step that is over, in the order of the steps.
 
         Args:
-            ask: what was asked of the step.
-            facts: what `measure` gave, row by row.
-            num_accepted: each row's accepted draft tokens.
-            draft_seconds, verify_seconds: None for a step that is not typical (a capture, or prompts in the same round).
+            rows: those that were given to `plan`.
+            draft_seconds, pass_seconds: None where they are unknown or not typical.
         """
         if not self.is_active:
             return
-        B, N = tree.tokens.shape
-        if verify_seconds is not None:
-            timings = self._verify.setdefault((B, N), deque(maxlen=self.MEMORY))
-            timings.append(verify_seconds)
-            self._seconds[B, N] = median(timings)
-        # A pruned tree may be lower than what was drafted.
-        depth = max(ask.depth, tree.max_depth)
-        if draft_seconds is not None and tree.max_depth > 0:
-            by_depth = self._draft.setdefault(_power_of_two(B), {})
-            by_depth.setdefault(depth, deque(maxlen=self.MEMORY)).append(draft_seconds)
-        depths = [int(row[0]) for row in facts]
-        for num_drafted, accepted in zip(depths, num_accepted, strict=True):
-            self._count(num_drafted, accepted)
-        self._sizes.setdefault(max(depths), deque(maxlen=self.MEMORY)).append(N)
-        if tree.scores is not None:
-            for depth in range(tree.max_depth):
-                self._compare(
-                    depth, sum(row[depth + 2] for row in facts), sum(accepted > depth for accepted in num_accepted)
-                )
+        B, shape, load = len(rows), plan.shape, self._load_of(len(rows))
+        if pass_seconds is not None:
+            num_nodes = plan.num_nodes + plan.num_prompt_tokens
+            self.costs.correct("pass", (num_nodes, B, round(plan.mean_length)), pass_seconds)
+        if shape is None:
+            load.learn(rows, plan.is_drafting, [0] * B, [0] * B)
+            return
+        if draft_seconds is not None:
+            self.costs.correct("draft", (sum(plan.is_drafting), shape.depth, shape.width), draft_seconds)
+        depths = evidence.depths
+        if evidence.promised is not None:
+            # A row that drafted may have had no node verified, or not its deepest ones.
+            depths = [sum(chance > 0 for chance in chances) for chances in evidence.promised]
+        load.learn(rows, plan.is_drafting, depths, evidence.num_accepted)
+        if evidence.promised is not None and any(depths):
+            load.compare(rows, shape.width, depths, evidence.num_accepted, evidence.promised, plan.factors)
+        if evidence.curve is not None and len(plan.sizes) > 1:
+            drafted = [record for record, is_drafting in zip(rows, plan.is_drafting, strict=True) if is_drafting]
+            nodes = [float(size - B) for size in plan.sizes]
+            load.measure(drafted, shape.width, nodes, evidence.curve[: shape.depth], plan.corrections)
 
-    def _compare(self, depth: int, promised: float, kept: int) -> None:
-        """Count what a step's scores promised at a depth and what was accepted there; old steps fade."""
-        if depth == len(self._promised):
-            self._promised.append(0.0)
-            self._kept.append(0.0)
-        self._promised[depth] = self._promised[depth] * self.FADE + promised
-        self._kept[depth] = self._kept[depth] * self.FADE + kept
+    def _load_of(self, num_rows: int) -> Survival:
+        """What is known of the drafts of about so many rows; at first, a part of what is known of the nearest load."""
+        number = (num_rows - 1).bit_length()
+        if number not in self._loads:
+            nearest = min(self._loads, key=lambda other: (abs(other - number), other), default=None)
+            parent = None if nearest is None else self._loads[nearest]
+            is_known = self.costs.is_calibrated
+            first_rate = Survival.FIRST_RATE if is_known else Survival.FIRST_RATE_UNCALIBRATED
+            self._loads[number] = Survival(parent, first_rate=first_rate)
+        return self._loads[number]
 
-    def _correction(self, depth: int) -> float:
-        """The factor that corrects a score's chance; near 1 while little is known."""
-        if depth >= len(self._promised):
-            return 1.0
-        return (self._kept[depth] + self.PRIOR) / (self._promised[depth] + self.PRIOR)
-
-    def _count(self, num_drafted: int, num_accepted: int) -> None:
-        while len(self._trials) < num_drafted:
-            # A prior in favour of drafting, worth a few trials.
-            self._trials.append(self.PRIOR)
-            self._hits.append(0.75 * self.PRIOR)
-        for depth in range(min(num_drafted, num_accepted + 1)):
-            self._trials[depth] = self._trials[depth] * self.FADE + 1
-            self._hits[depth] = self._hits[depth] * self.FADE + (depth < num_accepted)
-
-    def _rate_of_chain(
-        self, depth: int, verify_seconds: Callable[[int], float], draft_seconds: Callable[[int], float]
-    ) -> float:
-        expected, chance = 1.0, 1.0
-        for d in range(depth):
-            chance *= self._hits[d] / self._trials[d] if d < len(self._trials) else 0.75
-            expected += chance
-        num_nodes = round(median(self._sizes[depth])) if depth in self._sizes else depth + 1
-        return expected / (verify_seconds(num_nodes) + draft_seconds(depth))
-
-    def _draft_seconds(self, num_rows: int) -> Callable[[int], float]:
-        """Seconds of a draft by its depth: measured, interpolated, or guessed as one pass per depth and one before them."""
-        if not self._draft:
-            return lambda depth: 0.0
-        wanted = _power_of_two(num_rows)
-        by_depth = self._draft[min(self._draft, key=lambda rows: abs(rows - wanted))]
-        known = {depth: median(timings) for depth, timings in sorted(by_depth.items())}
-        depths = list(known)
-
-        def seconds(depth: int) -> float:
-            if depth == 0:
-                return 0.0
-            place = bisect_right(depths, depth)
-            if 0 < place < len(depths):
-                low, high = depths[place - 1], depths[place]
-                return known[low] + (known[high] - known[low]) * (depth - low) / (high - low)
-            nearest = depths[max(place - 1, 0)]
-            return known[nearest] * (depth + 1) / (nearest + 1)
-
-        return seconds
-
-    def _verify_seconds(self, num_rows: int) -> Callable[[int], float]:
-        """Seconds of a pass by nodes per row: measured, interpolated, or guessed from the nearest size below.
-
-        Where this number of rows was not measured, a pass with as many nodes in all is taken instead.
-        """
-        # The nearest number of rows comes last, so it overwrites the others.
-        measured = sorted(self._seconds.items(), key=lambda item: -abs(item[0][0] - num_rows))
-        by_total = {rows * nodes: seconds for (rows, nodes), seconds in measured}
-        totals = sorted(by_total)
-
-        def seconds(num_nodes: int) -> float:
-            if (num_rows, num_nodes) in self._seconds:
-                return self._seconds[num_rows, num_nodes]
-            if not totals:
-                return 1 + self.NODE_COST * (num_nodes - 1)
-            total = num_rows * num_nodes
-            place = bisect_right(totals, total)
-            if place == 0:
-                return by_total[totals[0]] / (1 + self.NODE_COST * (totals[0] - total) / num_rows)
-            low = by_total[totals[place - 1]]
-            if place == len(totals):
-                return low * (1 + self.NODE_COST * (total - totals[-1]) / num_rows)
-            share = (total - totals[place - 1]) / (totals[place] - totals[place - 1])
-            return low + (by_total[totals[place]] - low) * share
-
-        return seconds
+    def _drafts(
+        self,
+        rows: Sequence[Record],
+        load: Survival,
+        sizes: Sequence[int],
+        shapes: Sequence[Shape],
+        deepest: int,
+        limit: int,
+        is_costly: bool,
+    ) -> Iterator[Draft]:
+        """Every shape for the rows that promise the most, with what it gains at each size."""
+        rates = [load.rate(record) for record in rows]
+        nodes = [float(size - len(rows)) for size in sizes]
+        by_width: dict[int, list[Shape]] = {}
+        for shape in shapes if is_costly else shapes[-1:]:
+            by_width.setdefault(shape.width, []).append(shape)
+        masses = [mass_of(rate, deepest) for rate in rates]
+        for drafting in _choices(masses) if is_costly else [range(len(rows))]:
+            chosen = [rates[i] for i in drafting], [masses[i] for i in drafting]
+            for width, shapes in by_width.items():
+                depths = [min(shape.depth, limit) for shape in shapes]
+                for shape, gains in zip(shapes, load.gains(*chosen, width, nodes, depths, deepest), strict=True):
+                    seconds = self.costs.draft_seconds(len(drafting), shape.depth, width) if is_costly else 0.0
+                    # No larger pass than one with all drafts, than all trees have nodes for, or than is known what it costs.
+                    enough = bisect_left(sizes, len(rows) + len(drafting) * shape.most_drafts) + 1
+                    num_sizes = min(enough, bisect_right(sizes, min(shape.most_nodes(len(rows)), self.costs.reach)))
+                    if num_sizes > 1:
+                        yield Draft(shape, drafting, gains[:num_sizes], seconds)
 
 
-def _power_of_two(number: int) -> int:
-    """The least power of two that is not below `number`."""
-    return 1 << (number - 1).bit_length()
+def _choices(masses: Sequence[float]) -> list[list[int]]:
+    """Sets of rows that may draft: the best rows, with half of all mass, with nine tenths of it, and all of them.
+
+    A draft costs as much as one for the next power of two of rows, so each set is filled up to it.
+    """
+    order = sorted(range(len(masses)), key=lambda i: -masses[i])
+    sums = list(accumulate(masses[i] for i in order))
+    counts = set()
+    for share in (0.5, 0.9, 1.0):
+        count = next(i for i, mass in enumerate(sums, start=1) if mass >= share * sums[-1])
+        counts.add(min(1 << (count - 1).bit_length(), len(masses)))
+    return [
+        [i for i in order[:count] if masses[i] * count >= Planner.LEAST_SHARE * sums[count - 1]] for count in sorted(counts)
+    ]

@@ -14,12 +14,18 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from selfspec.loop.batch import Batch
+from selfspec.loop.group import Group, Step
+from selfspec.loop.kept_costs import load_costs
 from selfspec.loop.planner import Planner
+from selfspec.loop.prompts import Chunk, Prefill, publish, reusable
+from selfspec.loop.proposing import most_mixed_nodes
 from selfspec.loop.sequence import Request, Sequence, open_sequence
-from selfspec.loop.step import Group, Prefill, StageError, Step, take_step
+from selfspec.loop.stages import Stage, StageError
+from selfspec.loop.step import admit, land, launch
 
 if TYPE_CHECKING:
     from selfspec.cache.kv import KVCache
@@ -28,8 +34,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# After this many rounds in a row that entered prompts, one enters none, because only such a round shows what a step costs.
-MAX_MIXED_ROUNDS = 8
+# The most prompts in one pass.
+MAX_CHUNKS = 31
+# Steps of a group that may be launched before the oldest is read.
+MAX_FLIGHTS = 1
 
 
 class Scheduler:
@@ -37,8 +45,8 @@ class Scheduler:
 
     Args:
         max_batch: the most sequences with a place in the cache.
-        prefill_tokens: the most prompt tokens that a round enters while others decode, rounded up to a
-            multiple of `Passes.prompt_step`, because a long prompt must not hold everyone up; None for no limit.
+        prefill_tokens: the most prompt tokens that a round enters while others decode, because a long prompt must not hold
+            everyone up; None for no limit.
         on_error: called with the failure and the sequences that it stopped, which it must `cancel` or `move`. By default
             the error is raised.
     """
@@ -62,11 +70,12 @@ class Scheduler:
         self._groups: list[Group] = []
         # Every sequence, in the order of arrival.
         self._homes: dict[Sequence, Group] = {}
-        self._prefill: Prefill | None = None
+        # The prompts that are being entered, the oldest first; only the last has tokens that no chunk has yet.
+        self._prefills: dict[Sequence, Prefill] = {}
         # True from a preemption until a sequence ends: one more sequence would only be preempted again.
         self._is_crowded = False
-        # Rounds in a row that entered prompts, the present one included.
-        self._num_mixed = 0
+        # Beside another scheduler's rows, as those of an engine that is warmed up while it serves.
+        cache.make_room(cache.state.num_open + max_batch)
 
     def __len__(self) -> int:
         return len(self._homes)
@@ -76,7 +85,11 @@ class Scheduler:
         return len(self._homes) - len(self.waiting)
 
     def add_group(self, drafter: Drafter, planner: Planner | None = None, *, name: str | None = None) -> Group:
-        group = Group(name or drafter.name, drafter, planner or drafter.planner, Batch(self.target, self.cache))
+        drafter.attach(self.cache)
+        planner = planner or drafter.planner
+        if planner.is_active and not planner.costs.is_calibrated and (costs := load_costs(self.target, drafter)):
+            planner.use(costs)
+        group = Group(name or drafter.name, drafter, planner, Batch(self.target, self.cache))
         self._groups.append(group)
         return group
 
@@ -118,44 +131,94 @@ class Scheduler:
             self.cancel(sequence)
 
     def round(self) -> list[Step]:
-        """Enter this round's share of prompts, then take one step for every group."""
-        steps = []
-        self._enter_prompts()
+        """Launch a step for every group, with this round's share of prompts, and read the steps that are due.
+
+        A group whose steps depend on nothing but the device has one step in flight from round to round.
+        """
+        steps: list[Step] = []
+        chunks = self._take_chunks()
         for group in list(self._groups):
-            if not self._has_room(group):
-                continue
+            if group.flights and not (group.can_fly and self._has_room(group, group.num_ahead)):
+                self._land(group, steps)
+            if not group.flights:
+                self._make_room(group, chunks, steps)
+            own = chunks.get(group, [])
             try:
-                step = take_step(group, is_typical=not self._num_mixed)
+                is_launched = launch(group, own)
             except StageError as failure:
-                self._on_error(failure, list(group.batch.sequences))
-            else:
+                self._land(group, steps)
+                self._fail(failure, [*group.batch.sequences, *(chunk.sequence for chunk in own)])
+                continue
+            for chunk in own:
+                # Unless it has left because another one's failed.
+                if chunk.is_last and self._prefills.get(chunk.sequence) is chunk.prefill:
+                    self._join(group, chunk)
+            self._land(group, steps, MAX_FLIGHTS if is_launched and group.can_fly else 0)
+        return steps
+
+    def _fail(self, failure: StageError, sequences: list[Sequence]) -> None:
+        """Tell of a failure, unless all that it stopped have ended with the steps in flight."""
+        if sequences:
+            self._on_error(failure, sequences)
+
+    def _join(self, group: Group, chunk: Chunk) -> None:
+        """Let a sequence whose prompt is complete take part in the next step."""
+        try:
+            admit(group, chunk)
+            del self._prefills[chunk.sequence]
+        except StageError as failure:
+            self._on_error(failure, [chunk.sequence])
+
+    def _land(self, group: Group, steps: list[Step], num_left: int = 0) -> None:
+        """Read a group's steps until `num_left` are in flight."""
+        while len(group.flights) > num_left:
+            flight = group.flights[0]
+            try:
+                step = land(group)
+            except StageError as failure:
+                self._fail(failure, [s for s in flight.sequences if s not in flight.left])
+                continue
+            if step is not None:
                 steps.append(step)
                 for sequence in step.finished:
                     self.cancel(sequence)
-        return steps
 
-    def _enter_prompts(self) -> None:
-        """Enter prompts in order, up to this round's budget."""
-        is_decoding = any(group.batch.sequences for group in self._groups)
-        if self._num_mixed >= MAX_MIXED_ROUNDS and is_decoding:
-            self._num_mixed = 0
-            return
-        budget, is_mixed = self.prefill_tokens, False
-        if not is_decoding:
-            # Nobody waits for a step, so the pass may be as large as passes get.
-            budget = max(budget, self.target.passes.chunk_size)
-        step = self.target.passes.prompt_step(budget)
-        while budget > 0 and (prefill := self._prefill or self._admit()) is not None:
-            is_mixed = True
+    def _take_chunks(self) -> dict[Group, list[Chunk]]:
+        """The chunks of this round, in the order of arrival, by group."""
+        passes = self.target.passes
+        # Where nobody waits for a step, the pass may be as large as passes get.
+        budget = passes.chunk_size
+        if decoding := [group for group in self._groups if len(group.batch)]:
+            most = min(self.prefill_tokens, budget)
+            budget = passes.prompt_room(max(map(most_mixed_nodes, decoding)), most, self._num_waiting_tokens(most))
+        taken: dict[Group, list[Chunk]] = {}
+        while budget > 0 and len(self._prefills) < MAX_CHUNKS and (prefill := self._next_prefill()) is not None:
+            sequence = prefill.sequence
             try:
                 prefill.begin()
-                size = min(prefill.num_left, -(-budget // step) * step)
-                budget -= size
-                if prefill.enter(size):
-                    self._prefill = None
-            except StageError as failure:
-                self._on_error(failure, [prefill.sequence])
-        self._num_mixed = self._num_mixed + 1 if is_mixed else 0
+            except Exception as error:
+                self._on_error(StageError(Stage.TARGET, error), [sequence])
+                continue
+            chunk = prefill.take(budget)
+            budget -= max(len(chunk.tokens), 1)
+            taken.setdefault(self._homes[sequence], []).append(chunk)
+        return taken
+
+    def _num_waiting_tokens(self, enough: int) -> int:
+        """Prompt tokens that wait and may have a place, counted up to `enough`."""
+        count = sum(prefill.num_left for prefill in self._prefills.values())
+        for sequence in islice(self.waiting, max(self.max_batch - self.num_running, 0)):
+            if count >= enough:
+                break
+            count += sequence.num_tokens - 1
+        return count
+
+    def _next_prefill(self) -> Prefill | None:
+        """The prompt that is being entered, or the next that may be."""
+        for prefill in reversed(self._prefills.values()):
+            if not prefill.is_taken:
+                return prefill
+        return self._admit()
 
     def _admit(self) -> Prefill | None:
         """Give the head of the queue a place, if one is free and its prompt fits in with the running sequences."""
@@ -167,15 +230,16 @@ class Scheduler:
             # A suspect decodes alone: if its step fails, it is the one to blame.
             return None
         group = self._homes[sequence]
-        prefix, names = sequence.prefix_ids, group.drafter.features
+        drafter = group.drafter
         # One spare block for each running sequence's next tokens.
-        needs = (sequence.row, prefix, names, sequence.num_tokens, num_running)
+        needs = (sequence.row, reusable(sequence, drafter), drafter.block_names, sequence.num_tokens, num_running)
         if num_running and not self.cache.can_adopt(*needs):
             self._trim()
             if not self.cache.can_adopt(*needs):
                 return None
-        self._prefill = Prefill(group, self.waiting.popleft())
-        return self._prefill
+        self.waiting.popleft()
+        prefill = self._prefills[sequence] = Prefill(sequence, drafter, self.cache)
+        return prefill
 
     def _running(self) -> list[Sequence]:
         return [sequence for sequence in self._homes if sequence.row.blocks]
@@ -184,37 +248,48 @@ class Scheduler:
         """Take back the scratch blocks that rows keep from larger trees."""
         for group in self._groups:
             for row in group.batch.rows:
-                self.cache.trim(row)
+                self.cache.trim(row, group.num_ahead)
 
-    def _has_room(self, group: Group) -> bool:
-        """Make room for every row's root, and preempt the youngest sequences where it is short; false if no row is left."""
-        batch = group.batch
-        if len(batch) and not self.cache.can_reserve(batch.rows, 1):
-            self._trim()
-        while len(batch) and not self.cache.can_reserve(batch.rows, 1):
+    def _has_room(self, group: Group, num_ahead: int = 0) -> bool:
+        """Whether every row has room for its root."""
+        rows = group.batch.rows
+        if self.cache.can_reserve(rows, num_ahead + 1):
+            return True
+        self._trim()
+        return self.cache.can_reserve(rows, num_ahead + 1)
+
+    def _make_room(self, group: Group, chunks: dict[Group, list[Chunk]], steps: list[Step]) -> None:
+        """Make room for every row's root, and preempt the youngest sequences where it is short."""
+        while len(group.batch) and not self._has_room(group):
             youngest = self._running()[-1]
-            self.move(youngest, self._homes[youngest])
+            home = self._homes[youngest]
+            if home.flights:
+                # They may end a sequence, or make it longer.
+                self._land(home, steps)
+                continue
+            self.move(youngest, home)
+            chunks[home] = [chunk for chunk in chunks.get(home, []) if chunk.sequence is not youngest]
             self.num_preemptions += 1
             self._is_crowded = True
-        return len(batch) > 0
 
     def _vacate(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue, the prefill or its batch, and publish its blocks for texts that begin alike."""
         group = self._homes[sequence]
+        for flight in group.flights:
+            flight.left.add(sequence)
         try:
             if sequence in group.batch.sequences:
                 group.batch.remove(sequence)
                 if sequence.error is None:
-                    prefix = sequence.prefix_ids
                     # Tokens accepted after the end are not part of the text.
-                    self.cache.rewind(sequence.row, len(prefix))
-                    self.cache.publish(sequence.row, prefix)
+                    self.cache.rewind(sequence.row, sequence.num_tokens - 1)
+                    publish(sequence, group.drafter, self.cache)
                 _retire(group.drafter, sequence)
-            elif self._prefill is not None and self._prefill.sequence is sequence:
-                self._prefill = None
-            else:
+            elif self._prefills.pop(sequence, None) is None:
                 self.waiting.remove(sequence)
         finally:
+            if sequence.row.slot is not None:
+                self.cache.close_slot(sequence.row)
             self.cache.release(sequence.row)
 
 

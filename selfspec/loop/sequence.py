@@ -18,6 +18,7 @@ from selfspec.cache.blocks import CacheRow
 from selfspec.config import SamplingParams
 from selfspec.kernels.noise import sample_key
 from selfspec.loop.sampling import Grammar
+from selfspec.loop.survival import Record
 from selfspec.loop.text import TextStream
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ class Sequence:
         num_paused_passes: passes without drafts because the text had outgrown the drafter's context.
         num_reused_tokens: prompt tokens whose KV was in the cache already.
         created, started: when it was submitted and admitted.
+        record: what its group's planner knows of it.
         is_suspect: it was in a batch whose step failed, so it decodes alone from now on.
     """
 
@@ -178,6 +180,7 @@ class Sequence:
     started: float = 0.0
     prefill_seconds: float = 0.0
     seconds: float = 0.0
+    record: Record = field(default_factory=Record)
     is_suspect: bool = False
 
     @property

@@ -37,16 +37,36 @@ class AttentionOptions:
 
 @dataclass
 class TreePass:
-    """What the attention function needs during one forward. Without a cache it collects each layer's shapes and options."""
+    """What the attention function needs during one forward. Without a cache it collects each layer's shapes and options.
+
+    Attributes:
+        layout, chunks: of the pass's tree nodes and, after them, of its prompt tokens; None where there are none.
+    """
 
     cache: KVCache | None = None
     layout: TreeLayout | None = None
+    chunks: TreeLayout | None = None
     write_slots: torch.Tensor | None = None
     # What a fused layer leaves for the next one.
     normed: NormedRows | None = None
     shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     options: dict[int, AttentionOptions] = field(default_factory=dict)
     num_calls: int = 0
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Attention [B, N, H, Dv] of queries [B, H, N, D] over a layer's pools [num_slots, G, D] and [num_slots, G, Dv]."""
+        settings = (options.scaling, options.sliding_window, options.softcap, options.sinks)
+        if self.layout is None or self.chunks is None:
+            layout = self.layout or self.chunks
+            assert layout is not None
+            return tree_attention(query, keys, values, layout, *settings)
+        num_nodes = self.layout.depths.shape[1]
+        out = query.new_empty(1, query.shape[2], query.shape[1], values.shape[2])
+        for layout, part in ((self.layout, slice(0, num_nodes)), (self.chunks, slice(num_nodes, None))):
+            tree_attention(query[:, :, part], keys, values, layout, *settings, out=out[:, part])
+        return out
 
 
 class TextPass:
@@ -109,12 +129,12 @@ def _attention(
         if text_pass is not None:
             attention_mask = text_pass.mask(sliding_window)
         return _plain_attention(query, key, value, attention_mask, scaling, softcap, s_aux), None
-    cache, layout, layer = tree_pass.cache, tree_pass.layout, module.layer_idx
-    assert layout is not None and tree_pass.write_slots is not None
+    cache, layer = tree_pass.cache, module.layer_idx
+    assert tree_pass.write_slots is not None
     keys, values = cache.keys[layer], cache.values[layer]
     keys.index_copy_(0, tree_pass.write_slots, key.transpose(1, 2).flatten(0, 1).to(keys.dtype))
     values.index_copy_(0, tree_pass.write_slots, value.transpose(1, 2).flatten(0, 1).to(values.dtype))
-    return tree_attention(query, keys, values, layout, scaling, sliding_window, softcap, s_aux), None
+    return tree_pass.attend(query, keys, values, AttentionOptions(scaling, sliding_window, softcap, s_aux)), None
 
 
 def _plain_attention(

@@ -9,7 +9,6 @@ Fetching again verifies it.
 import hashlib
 import json
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from selfspec.config import TargetOptions
+from selfspec.files import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +31,8 @@ MANIFEST_NAME = "SOURCE.json"
 
 
 def default_target_path() -> Path:
-    """Where the default target is kept: in $SELFSPEC_CACHE, $XDG_CACHE_HOME/selfspec or ~/.cache/selfspec."""
-    if cache := os.environ.get("SELFSPEC_CACHE"):
-        return Path(cache) / "smollm2-135m-instruct"
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache_home) / "selfspec" / "smollm2-135m-instruct"
+    """Where the default target is kept, in `cache_folder`."""
+    return cache_folder() / "smollm2-135m-instruct"
 
 
 def default_target() -> Path:

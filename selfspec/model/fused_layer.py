@@ -21,7 +21,6 @@ from torch import nn
 
 from selfspec.kernels.linear import Norm, begin_norm, linear, linear_before_norm, normed_gated_linear, normed_linear
 from selfspec.kernels.rotary import rotary_store
-from selfspec.kernels.tree_attention import tree_attention
 from selfspec.model.attention import AttentionOptions, TreePass
 from selfspec.model.fuse import FusedGatedMLP, FusedLinear, FusedRMSNorm, norm_of
 
@@ -99,8 +98,8 @@ def _forward_of(layer: Any, options: AttentionOptions, norm: Norm, next_norm: No
         embeddings = kwargs.get("position_embeddings")
         if args or embeddings is None or tree_pass is None or tree_pass.cache is None:
             return original(hidden_states, *args, **kwargs)
-        cache, layout, slots = tree_pass.cache, tree_pass.layout, tree_pass.write_slots
-        assert layout is not None and slots is not None
+        cache, slots = tree_pass.cache, tree_pass.write_slots
+        assert slots is not None
         keys, values = cache.keys[attention.layer_idx], cache.values[attention.layer_idx]
         cos, sin = embeddings
         if cos.shape[-1] != keys.shape[-1] or keys.shape != values.shape:
@@ -110,16 +109,7 @@ def _forward_of(layer: Any, options: AttentionOptions, norm: Norm, next_norm: No
             normed = begin_norm(hidden_states, norm)
         qkv = normed_linear(normed, qkv_proj.weight, qkv_proj.bias)
         query = rotary_store(qkv, cos, sin, slots, keys, values, head_norms)
-        attended = tree_attention(
-            query.transpose(1, 2),
-            keys,
-            values,
-            layout,
-            options.scaling,
-            options.sliding_window,
-            options.softcap,
-            options.sinks,
-        )
+        attended = tree_pass.attend(query.transpose(1, 2), keys, values, options)
         normed = linear_before_norm(attended.flatten(2), o_proj.weight, o_proj.bias, hidden_states, post_attention_norm)
         activated = normed_gated_linear(normed, gate_up_proj.weight, gate_up_proj.bias)
         if next_norm is None:

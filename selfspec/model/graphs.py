@@ -28,9 +28,9 @@ MAX_KEYS = 4096
 
 @dataclass
 class _Entry:
-    """A captured function: where its arguments go, and where its results are."""
+    """A captured function: where its arguments go, and where its results are. A rehearsal calls the function itself."""
 
-    function: Function
+    function: Function | None
     graph: Any
     inputs: list[torch.Tensor]
     outputs: tuple[torch.Tensor, ...]
@@ -55,6 +55,7 @@ class Graphs:
         # Calls that took long because they compiled kernels or captured a graph.
         self.num_set_up = 0
         self._pool: Any = None if is_rehearsal else torch.cuda.graph_pool_handle()
+        self._stream: Any = None if is_rehearsal else torch.cuda.Stream(device)
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         # Keys that have come, and those whose function could not be captured.
         self._seen: dict[Hashable, None] = {}
@@ -95,14 +96,22 @@ class Graphs:
                 return function(*(each.to(self.device) for each in inputs))
         self._entries.move_to_end(full_key)
         for static, given in zip(entry.inputs, inputs, strict=True):
+            if given.device != static.device:
+                # From other memory the copy could wait for the device.
+                given = given.pin_memory()
             static.copy_(given, non_blocking=True)
         if self.is_rehearsal:
             # Overwrite what other graphs left, as a real graph may.
             for other in self._entries.values():
                 for result in other.outputs:
                     result.fill_(torch.nan if result.is_floating_point() else -7)
-            for static, fresh in zip(entry.outputs, entry.function(*entry.inputs), strict=True):
-                static.copy_(fresh)
+            assert entry.function is not None
+            fresh = entry.function(*entry.inputs)
+            if not entry.outputs:
+                # A capture runs nothing, so this is the first time.
+                entry.outputs = tuple(each.clone() for each in fresh)
+            for static, result in zip(entry.outputs, fresh, strict=True):
+                static.copy_(result)
         else:
             entry.graph.replay()
         num_kept = len(entry.outputs) if num_kept is None else num_kept
@@ -111,27 +120,36 @@ class Graphs:
     def _capture(self, key: Hashable, function: Function, inputs: Sequence[torch.Tensor]) -> _Entry | None:
         static = [each.to(self.device, copy=True).contiguous() for each in inputs]
         if self.is_rehearsal:
-            entry = _Entry(function, None, static, tuple(each.clone() for each in function(*static)), 0)
+            entry = _Entry(function, None, static, (), 0)
             self._entries[key] = entry
             return entry
         before = torch.cuda.memory_reserved(self.device)
         graph = torch.cuda.CUDAGraph()
         try:
             torch.cuda.synchronize(self.device)
-            # Thread-local, because other threads may use the device meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                outputs = function(*static)
+            outputs = self._record(graph, function, static)
         except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
             _remember(self.refused, key)
             reason = str(error).strip().partition("\n")[0]
             logger.warning("no CUDA graph of a pass could be made: it runs kernel by kernel, which is slower (%s)", reason)
             torch.cuda.synchronize(self.device)
             return None
-        entry = _Entry(function, graph, static, outputs, max(torch.cuda.memory_reserved(self.device) - before, 0))
+        # Without the function, which would keep a drafter alive that is not served any more.
+        entry = _Entry(None, graph, static, outputs, max(torch.cuda.memory_reserved(self.device) - before, 0))
         self._entries[key] = entry
         while self.num_bytes > self.max_bytes and len(self._entries) > 1:
             self._entries.popitem(last=False)
         return entry
+
+    def _record(self, graph: Any, function: Function, static: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Capture a function. `torch.cuda.graph` would give the allocator's memory back first, which takes long."""
+        with torch.cuda.stream(self._stream):
+            # Thread-local, because other threads may use the device meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                return function(*static)
+            finally:
+                graph.capture_end()
 
 
 def _remember(keys: dict[Hashable, None], key: Hashable) -> None:

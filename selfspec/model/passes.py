@@ -12,58 +12,38 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from selfspec.cache.blocks import CacheRow
 from selfspec.cache.kv import KVCache, Places
+from selfspec.cache.rows import LENGTH
 from selfspec.model.graphs import Graphs
+from selfspec.model.shapes import (
+    CHUNK_BUCKETS,
+    CHUNK_ROW_BUCKETS,
+    DEPTH_BUCKETS,
+    FLAT_BUCKETS,
+    FULL_ROWS,
+    NODE_BUCKETS,
+    ROW_BUCKETS,
+    FlatShape,
+    GraphShape,
+    bucket,
+    column_bucket,
+    fill_rows,
+)
 from selfspec.tree import CandidateTree
 
 # (where rows lie, the tree, ...) -> tensors whose first dimension counts rows.
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
-# Numbers of rows, nodes and depths are rounded up to these sizes, because few graphs should serve all.
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-NODE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-DEPTH_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 127)
-# Few sizes for a prompt's chunks, because their shapes seldom return. Larger chunks keep the device busy for longer than
-# their launch takes, so no graph runs them.
-CHUNK_BUCKETS = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
+# Without graphs a pass may have any number of nodes, of which so many are considered.
+MAX_SIZES = 15
 # Prompt tokens in a pass. On a CPU a pass gains nothing from more.
 CHUNK_SIZE, CPU_CHUNK_SIZE = 2048, 512
-# The most nodes of all trees in a pass on a GPU, because more cost more than they bring.
-MAX_ROWS = 256
-# The fewest columns of a block table in a graph.
-MIN_COLUMNS = 64
-# A captured pass over this many nodes costs hardly more than over one, and less than reading their scores back.
-FREE_NODES = 64
-
-
-@dataclass(frozen=True)
-class GraphShape:
-    """What a batch of trees is padded to, because one CUDA graph should serve many batches."""
-
-    num_rows: int
-    num_nodes: int
-    max_depth: int
-    is_chain: bool
-
-    def pad(self, tree: CandidateTree) -> torch.Tensor:
-        """The tree's tokens, parents and depths as [B, 3, N'], padding nodes included."""
-        N = tree.num_nodes
-        nodes = torch.stack([tree.tokens, tree.parents, tree.depths], dim=1)
-        if N < self.num_nodes:
-            nodes = F.pad(nodes, (0, self.num_nodes - N), value=-1)
-            nodes[:, 2, N:] = 0
-        return nodes
-
-    def pad_along(self, values: torch.Tensor) -> torch.Tensor:
-        """From values of nodes [B, N, ...] to [B, N', ...], with zeros for padding nodes."""
-        missing = self.num_nodes - values.shape[1]
-        return F.pad(values, (0, 0) * (values.ndim - 2) + (0, missing)) if missing else values
+# The most nodes of all trees in a pass on a GPU.
+MAX_ROWS = 512
 
 
 class Passes:
@@ -73,31 +53,32 @@ class Passes:
         graphs: the captured passes; None where every pass is launched kernel by kernel.
         max_rows: the most nodes of all trees in one pass.
         chunk_size: the most prompt tokens in one pass.
-
-    Attributes:
-        free_nodes: see `FREE_NODES`; 1 where nothing is captured.
     """
 
     def __init__(
-        self, graphs: Graphs | None = None, *, max_rows: int = sys.maxsize, chunk_size: int = CPU_CHUNK_SIZE
+        self,
+        graphs: Graphs | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        max_rows: int = sys.maxsize,
+        chunk_size: int = CPU_CHUNK_SIZE,
     ) -> None:
         self.graphs = graphs
+        self.device = device
         self.max_rows = max_rows
         self.chunk_size = chunk_size
 
     @classmethod
     def on(cls, device: torch.device) -> Passes:
         """The passes for a device: on a GPU, captured and limited to `MAX_ROWS`."""
-        return cls(Graphs(device), max_rows=MAX_ROWS, chunk_size=CHUNK_SIZE) if device.type == "cuda" else cls()
+        if device.type != "cuda":
+            return cls(device=device)
+        return cls(Graphs(device), device=device, max_rows=MAX_ROWS, chunk_size=CHUNK_SIZE)
 
     @property
     def is_captured(self) -> bool:
         """Whether there are CUDA graphs. They hold addresses, so a cache should not move."""
         return self.graphs is not None
-
-    @property
-    def free_nodes(self) -> int:
-        return FREE_NODES if self.is_captured else 1
 
     @property
     def num_set_up(self) -> int:
@@ -112,12 +93,48 @@ class Passes:
         # The nodes of a graph are filled up too.
         return max(size for size in NODE_BUCKETS if size == 1 or size * padded <= self.max_rows)
 
-    def prompt_step(self, budget: int) -> int:
-        """A prompt is cut into multiples of this, of which about `budget` may be entered at a time.
+    def prompt_sizes(self, num_nodes: int, most: int) -> list[int]:
+        """The numbers of prompt tokens, ascending and at most `most`, that fill a pass up beside `num_nodes` other nodes."""
+        return [size - num_nodes for size in CHUNK_BUCKETS if num_nodes < size <= num_nodes + most]
 
-        It is 1 on a CPU. On a GPU each part costs a pass that reads all weights, so a prompt is cut into few.
+    def prompt_room(self, num_nodes: int, most: int, num_waiting: int) -> int:
+        """How many prompt tokens to enter beside `num_nodes` other nodes: at most `most`, and so many that tiles are full.
+
+        Args:
+            num_waiting: prompt tokens that wait.
         """
-        return min(self.chunk_size, budget) if self.is_captured else 1
+        if self.graphs is None:
+            return most
+        room = (num_nodes + min(most, num_waiting)) // FULL_ROWS * FULL_ROWS - num_nodes
+        return room if room > 0 else most
+
+    def num_flat_slots(self, tree: CandidateTree, num_rows: int, most_nodes: int) -> int:
+        """How many scratch slots per row a flat pass writes: those of the largest tree, which all are padded to.
+
+        Args:
+            most_nodes: of the largest tree.
+        """
+        if self.graphs is None or tree.num_nodes == 1:
+            return tree.num_nodes
+        size = max(tree.num_nodes, min(most_nodes, self.most_nodes(num_rows)))
+        return bucket(size, NODE_BUCKETS) or tree.num_nodes
+
+    def flat_sizes(self, num_rows: int, most_nodes: int, *, num_prompt_tokens: int = 0) -> list[int]:
+        """The numbers of nodes, ascending, that a pass may have for `num_rows` rows with trees of at most `most_nodes`.
+
+        The first has only roots. With graphs they are few, and fewer beside prompts; the roots of rows that fill up a batch
+        count, too.
+        """
+        if self.graphs is None:
+            spare = min(num_rows * most_nodes, self.max_rows) - num_rows
+            return sorted({num_rows + round(spare * i / MAX_SIZES) for i in range(MAX_SIZES + 1)})
+        padded = bucket(num_rows, ROW_BUCKETS)
+        if padded is None:
+            return [num_rows]
+        most = min(padded * most_nodes, self.max_rows)
+        if num_prompt_tokens:
+            return [padded, *([2 * padded] if 2 * padded <= most else [])]
+        return [padded, *(size for size in FLAT_BUCKETS if padded < size <= most)]
 
     def num_slots(self, num_nodes: int) -> int:
         """How many scratch slots a pass over `num_nodes` nodes writes, padding nodes included."""
@@ -137,17 +154,107 @@ class Passes:
         assert depth is not None
         return GraphShape(rows, nodes, min(depth, nodes - 1), tree.is_chain)
 
+    def flat_shape(
+        self,
+        tree: CandidateTree | None,
+        rows: Sequence[CacheRow],
+        num_nodes: int | None,
+        most: tuple[int, int],
+        chunk_rows: Sequence[CacheRow],
+        num_tokens: int,
+    ) -> FlatShape | None:
+        """The shape of a pass; None without graphs or for too large a pass.
+
+        Args:
+            tree: [B, N]; None for only roots.
+            num_nodes: of these rows' trees that the pass computes; None for all nodes.
+            most: nodes and depth of the largest tree, which all are padded to.
+            num_tokens: of all chunks together.
+        """
+        if self.graphs is None:
+            return None
+        shape = GraphShape(0, 0, 0, is_chain=True)
+        num_columns = num_chunks = num_chunk_columns = 0
+        if rows:
+            num_rows = bucket(len(rows), ROW_BUCKETS)
+            if num_rows is None:
+                return None
+            shape = GraphShape(num_rows, 1, 0, is_chain=True)
+            if tree is not None:
+                size = self.num_flat_slots(tree, len(rows), most[0])
+                depth = bucket(max(tree.max_depth, most[1]), DEPTH_BUCKETS)
+                if size not in NODE_BUCKETS or depth is None:
+                    return None
+                shape = GraphShape(num_rows, size, min(depth, size - 1), tree.is_chain)
+            num_columns = column_bucket(max(len(row.blocks) for row in rows))
+        whole = shape.num_rows * shape.num_nodes
+        if num_nodes is not None:
+            # The roots of rows that fill up the batch are nodes, too.
+            num_nodes += shape.num_rows - len(rows)
+            num_nodes = num_nodes if num_nodes < whole else None
+        if chunk_rows:
+            # One more, which takes the tokens that fill up the others.
+            others = whole if num_nodes is None else num_nodes
+            chunks, total = bucket(len(chunk_rows) + 1, CHUNK_ROW_BUCKETS), bucket(others + num_tokens, CHUNK_BUCKETS)
+            if chunks is None or total is None:
+                return None
+            num_chunks, num_tokens = chunks, total - others
+            num_chunk_columns = column_bucket(max(len(row.blocks) for row in chunk_rows))
+        return FlatShape(
+            shape.num_rows,
+            shape.num_nodes,
+            num_nodes,
+            shape.max_depth,
+            num_columns,
+            num_chunks,
+            num_tokens,
+            num_chunk_columns,
+        )
+
+    def replay(
+        self,
+        key: Hashable | None,
+        function: Callable[..., tuple[torch.Tensor, ...]],
+        given: Sequence[torch.Tensor],
+        *,
+        num_kept: int | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Run `function(*given)`, by a graph if there is a key; see `Graphs`."""
+        if self.graphs is None or key is None:
+            return function(*(each.to(self.device, non_blocking=True) for each in given))
+        return self.graphs(key, function, given, num_kept=num_kept)
+
+    def draft(
+        self,
+        key: Hashable,
+        function: Callable[[torch.Tensor, Places], tuple[torch.Tensor, ...]],
+        rows: Sequence[CacheRow],
+        cache: KVCache,
+    ) -> tuple[torch.Tensor, ...]:
+        """Run `function(slots, places)` for rows that decode and have their room: a resident drafter's pass.
+
+        Returns:
+            The function's results [B, ...], valid until another graph runs.
+        """
+        B = len(rows)
+        num_rows = None if self.graphs is None else bucket(B, ROW_BUCKETS)
+        num_columns = max(len(row.blocks) for row in rows)
+        known = rows if num_rows is None else None
+
+        def body(numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            slots = numbers[:, 0].contiguous()
+            lengths = cache.state.integers[slots, LENGTH]
+            return function(slots, Places(lengths, numbers[:, 1:], known))
+
+        if num_rows is None:
+            return self.replay(None, body, [cache.pack_slots(rows, B, num_columns)])
+        numbers = cache.pack_slots(rows, num_rows, column_bucket(num_columns))
+        return tuple(each[:B] for each in self.replay((key, cache.serial), body, [numbers], num_kept=0))
+
     def chunk_shape(self, num_tokens: int, row: CacheRow, cache: KVCache) -> GraphShape | None:
         """The shape of a pass over a prompt's chunk; None without graphs, or where the row has no room for padding."""
         size = None if self.graphs is None else bucket(num_tokens, CHUNK_BUCKETS)
         return None if size is None or not cache.can_reserve([row], size) else GraphShape(1, size, size - 1, is_chain=True)
-
-    def entries_shape(self, num_rows: int, most: int) -> GraphShape | None:
-        """The shape of a pass over up to `most` new entries per row, whatever their number; None without graphs."""
-        rows, entries = bucket(num_rows, ROW_BUCKETS), bucket(most, NODE_BUCKETS)
-        if self.graphs is None or rows is None or entries is None:
-            return None
-        return GraphShape(rows, entries, entries - 1, is_chain=True)
 
     def run(
         self,
@@ -222,27 +329,3 @@ class Passes:
         inputs = (numbers, *(fill_rows(each, shape.num_rows) for each in given))
         results = self.graphs((key, shape, cache.serial, num_slots), body, inputs, num_kept=num_kept)
         return tuple(each[:B] for each in results)
-
-    def run_rows(self, key: Hashable, function: Function, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run `function(*inputs)`, which touches no cache, from tensors [B, ...] to tensors [B, ...]."""
-        B = len(inputs[0])
-        num_rows = bucket(B, ROW_BUCKETS)
-        if self.graphs is None or num_rows is None:
-            return function(*inputs)
-        results = self.graphs((key, num_rows), function, [fill_rows(each, num_rows) for each in inputs])
-        return tuple(each[:B] for each in results)
-
-
-def bucket(size: int, buckets: Sequence[int]) -> int | None:
-    """The smallest bucket of at least `size`; None where all are smaller."""
-    return next((each for each in buckets if each >= size), None)
-
-
-def column_bucket(num_columns: int) -> int:
-    """The number of columns of a block table in a graph, a power of two."""
-    return max(MIN_COLUMNS, 1 << (num_columns - 1).bit_length())
-
-
-def fill_rows(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """From at most `num_rows` rows [B, ...] to [num_rows, ...], by repeating the last one."""
-    return torch.cat([rows, rows[-1:].expand(num_rows - len(rows), *rows.shape[1:])]) if num_rows > len(rows) else rows

@@ -25,6 +25,7 @@ from selfspec.cache.blocks import CacheRow
 from selfspec.cache.kv import KVCache, KVShape, Places
 from selfspec.model.attention import TreePass, text_options
 from selfspec.model.checks import adopt, check_model, fixed_context
+from selfspec.model.flat import FlatNodes
 from selfspec.model.layers import decoder_layers, with_layers
 from selfspec.model.load import load_model
 from selfspec.model.memory import release_free_memory
@@ -43,6 +44,14 @@ FINAL = -1
 @dataclass(frozen=True)
 class Verification:
     """One pass's results: `logits [B, N, V]`, and the features asked for, each [B, N, E]."""
+
+    logits: torch.Tensor
+    features: dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class FlatOutput:
+    """One flat pass's results: `logits [F, V]` of its tree nodes, and the features asked for, each [F + P, E]."""
 
     logits: torch.Tensor
     features: dict[int, torch.Tensor]
@@ -93,7 +102,7 @@ class Target(TextSide):
         self.lock = threading.RLock()
         self._spare_cache: KVCache | None = None
         # Nothing is captured for the checks, which compare single passes.
-        self.passes = Passes()
+        self.passes = Passes(device=self.device)
         self.kv_shape: KVShape
         self.kv_shape, self.vocab_size = adopt(self)
         # A resized model's configuration may name ends that it has no logits for.
@@ -303,9 +312,25 @@ class Target(TextSide):
             position_ids=(layout.lengths[:, None] + tree.depths[:, new]).clamp(max=self.context_length - 1),
             attention_mask=self.mask,
             use_cache=False,
-            tree_pass=TreePass(cache, layout, write_slots),
+            tree_pass=TreePass(cache, layout, write_slots=write_slots),
             **options,
         )
+
+    def run_flat(self, nodes: FlatNodes, cache: KVCache, *, features: Sequence[int] = ()) -> FlatOutput:
+        """Run the model over the nodes of one pass, trees and chunks together. A function of tensors."""
+        tree_pass = TreePass(cache, nodes.trees, nodes.chunks, write_slots=nodes.slots)
+        # Only trees need logits; where there are none, the last token's cost least.
+        kept: Any = slice(0, nodes.num_nodes) if nodes.num_nodes else 1
+        with self._taps(features) as taken:
+            output = self.model(
+                input_ids=nodes.tokens[None],
+                position_ids=nodes.positions.clamp(max=self.context_length - 1)[None],
+                attention_mask=self.mask,
+                use_cache=False,
+                tree_pass=tree_pass,
+                logits_to_keep=kept,
+            )
+        return FlatOutput(output.logits[0, : nodes.num_nodes], {name: taken[name][0] for name in features})
 
     @contextmanager
     def _taps(self, features: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:

@@ -151,8 +151,8 @@ class DraftSize:
         is_one_pass: one pass drafts all depths, as Medusa's does; otherwise each depth takes a pass.
         depth, num_nodes: its default depth on a GPU, and the most nodes of its default candidate tree, root included.
         kv_bytes_per_token: bytes per token in a KV cache of its own.
-        feature_bytes_per_token: bytes of the target's hidden states that it reads of every token. A cache that shares
-            prompts keeps them with its blocks.
+        feature_bytes_per_token: bytes of the target's hidden states that a cache which shares prompts keeps for it with
+            their blocks.
         is_second_target: it is a model of its own, with CUDA graphs of its own.
         is_depth_limit: it cannot draft deeper than `depth`.
         card: the text of its model card.
@@ -249,16 +249,13 @@ def _head_size(spec: str, folder: Path, target: ModelSize) -> DraftSize:
     readme = folder / "README.md"
     text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
     itemsize = target.dtype.itemsize
-    size = DraftSize(
-        spec,
-        head.num_parameters * itemsize,
-        feature_bytes_per_token=len(head.features) * head.config.target.hidden_size * itemsize,
-        card=text,
-    )
+    size = DraftSize(spec, head.num_parameters * itemsize, card=text)
     if isinstance(head, MedusaHead):
         return _medusa_size(size, head, target)
     if isinstance(head, EagleHead | Eagle1Head):
         return _eagle_size(size, head, target)
+    num_kept = len(head.features) * head.config.target.hidden_size
+    size = replace(size, feature_bytes_per_token=num_kept * itemsize)
     if not isinstance(head, EarlyExitHead):
         raise ValueError(
             f"{folder} is a {head_type} head, whose cost selfspec plan does not know yet: leave the drafter out"

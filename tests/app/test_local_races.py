@@ -64,7 +64,7 @@ def test_sampled_columns_are_identical_too(races):
 @pytest.mark.parametrize("timing", ["alone", LIVE])
 def test_stop_ends_a_race_that_would_go_on(races, target, monkeypatch, timing):
     settings = Settings(prompt=PROMPT, max_new_tokens=512, drafters=("ngram",), timing=timing)
-    verify, num_passes = target.verify_at, 0
+    verify, num_passes = target.run_flat, 0
 
     def stop_in_the_middle(*args, **kwargs):
         nonlocal num_passes
@@ -75,7 +75,7 @@ def test_stop_ends_a_race_that_would_go_on(races, target, monkeypatch, timing):
 
     views = races.race(settings, [], "me")
     with monkeypatch.context() as patch:
-        patch.setattr(target, "verify_at", stop_in_the_middle)
+        patch.setattr(target, "run_flat", stop_in_the_middle)
         next(views)
         races.stop("somebody else")
         end = last(views)

@@ -124,6 +124,7 @@ def test_the_clock_stands_still_while_the_page_works(target, request_, monkeypat
 class CountingDrafter(NgramDrafter):
     """Counts the sequences it holds state of."""
 
+    is_resident = False
     num_held = 0
 
     def admit(self, sequence, features):

@@ -118,13 +118,13 @@ def test_the_saved_run_has_all_that_was_measured(races):
 
 def slow_down(target, monkeypatch, seconds: float = 0.02) -> None:
     """A tiny target is done before anyone could stop it."""
-    verify = target.verify_at
+    verify = target.run_flat
 
     def slowly(*args, **kwargs):
         time.sleep(seconds)
         return verify(*args, **kwargs)
 
-    monkeypatch.setattr(target, "verify_at", slowly)
+    monkeypatch.setattr(target, "run_flat", slowly)
 
 
 @pytest.mark.parametrize("timing", ["alone", LIVE])
@@ -148,7 +148,7 @@ def test_a_stop_cancels_what_the_server_does(races, live, target, monkeypatch, t
 
 def test_a_stop_need_not_wait_for_the_server(races, live, target, monkeypatch):
     """The connection is closed in the middle of a pass, which ends only after the page has shown the stop."""
-    verify, shown = target.verify_at, threading.Event()
+    verify, shown = target.run_flat, threading.Event()
 
     def stop_and_wait(*args, **kwargs):
         races.stop("me")
@@ -157,7 +157,7 @@ def test_a_stop_need_not_wait_for_the_server(races, live, target, monkeypatch):
 
     views = races.race(Settings(**SHORT), [], "me")
     with monkeypatch.context() as patch:
-        patch.setattr(target, "verify_at", stop_and_wait)
+        patch.setattr(target, "run_flat", stop_and_wait)
         try:
             assert last(views).message == "Stopped."
         finally:

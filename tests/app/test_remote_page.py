@@ -25,14 +25,14 @@ PROMPT = "the cat sat on the mat and the cat sat on"
 
 @pytest.fixture(scope="module")
 def live(target) -> Iterator[LiveServer]:
-    verify = target.verify_at
+    verify = target.run_flat
 
     def slow_verify(*args, **kwargs):
         time.sleep(0.02)
         return verify(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target, "verify_at", slow_verify)
+        patch.setattr(target, "run_flat", slow_verify)
         service = Service("models/tiny", ServeOptions(api_key=["key"]))
         service.open(target, [NgramDrafter(4)], use_cost_guard=False)
         live = LiveServer(service)

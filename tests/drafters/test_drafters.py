@@ -23,9 +23,9 @@ from selfspec.kernels.ngram_lookup import ngram_lookup
 from selfspec.loop.batch import Batch
 from selfspec.loop.decode import decode
 from selfspec.loop.drafter import Proposal
+from selfspec.loop.group import Step
 from selfspec.loop.planner import Planner
 from selfspec.loop.sequence import Request
-from selfspec.loop.step import Step
 from selfspec.model.target import Target
 from selfspec.tree import chain
 
@@ -293,7 +293,8 @@ def test_a_draft_model_catches_up_after_passes_without_drafts(target: Target) ->
 
 def test_a_draft_models_cache_is_free_after_a_run(target: Target) -> None:
     drafter = DraftModelDrafter(Target(llama(seed=9)), target.vocab_size)
-    steps = decode(target, [Request([1, 2], SamplingParams(max_new_tokens=30))] * 3, drafter=drafter, max_batch=2)
+    requests = [Request([1, 2], SamplingParams(max_new_tokens=30))] * 3
+    steps = decode(target, requests, drafter=drafter, max_batch=2, planner=Planner(is_active=False))
     next(steps)
     assert drafter._cache.num_used_blocks > 0
     steps.close()  # type: ignore[attr-defined]

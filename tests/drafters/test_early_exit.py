@@ -14,6 +14,9 @@ from selfspec import SamplingParams, generate
 from selfspec.drafters import DraftModelDrafter, EarlyExitDrafter, drafter_of
 from selfspec.drafters.shipped import load_head
 from selfspec.heads.early_exit import DistilledDraft, EarlyExitHead
+from selfspec.loop.planner import Planner
+from selfspec.loop.scheduler import Scheduler
+from selfspec.loop.sequence import Request
 from selfspec.model.layers import Resume, decoder_layers
 from selfspec.model.target import FINAL
 from selfspec.train.module import HeadTraining
@@ -107,6 +110,29 @@ def test_trees_change_nothing_in_any_batch(temperature: float, use_guard: bool) 
             assert [c.token_ids for c in got] == expected, (drafter.name, batch_size)
         assert isinstance(drafter, EarlyExitDrafter | DraftModelDrafter)
         assert drafter._cache.num_used_blocks == 0 and not drafter._rows
+
+
+@pytest.mark.parametrize("late", [[5], [7] * 17], ids=["one token", "all in the cache"])
+def test_a_prompt_without_a_token_to_enter_has_no_features(late: list[int]) -> None:
+    """Beside a row that decodes, and alone."""
+    target = tiny_target("llama")
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    expected = generate(target, [late], sampling=sampling)[0].token_ids
+    scheduler = Scheduler(target, target.new_cache(block_size=4, max_tokens=400, use_sharing=True), max_batch=4)
+    drafter = EarlyExitDrafter(target, exit_head(target, 1, 2))
+    group = scheduler.add_group(drafter, Planner(is_active=False))
+    with torch.inference_mode():
+        scheduler.submit(Request([7] * 17, sampling), group)
+        for _ in range(3):
+            scheduler.round()
+        beside = scheduler.submit(Request(late, sampling), group)
+        while len(scheduler):
+            scheduler.round()
+        alone = scheduler.submit(Request(late, sampling), group)
+        while len(scheduler):
+            scheduler.round()
+    assert beside.token_ids == alone.token_ids == expected
+    assert alone.num_reused_tokens == beside.num_reused_tokens == (len(late) - 1) // 4 * 4
 
 
 def test_verification_resumes_where_drafting_stopped() -> None:

@@ -10,6 +10,7 @@ import copy
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -249,7 +250,6 @@ def test_trees_of_heads_change_nothing_in_any_batch() -> None:
                     use_cost_guard=use_guard,
                 )
                 assert [c.token_ids for c in got] == expected, (drafter.name, batch_size)
-        assert drafter._cache.num_used_blocks == 0 and not drafter._rows
 
 
 def reduced_head(target: Target) -> EagleHead:
@@ -475,7 +475,10 @@ def proposals(drafter: EagleDrafter, target: Target, monkeypatch: pytest.MonkeyP
 
     def recorded(batch: Batch, num_draft_tokens: int) -> Proposal:
         proposal = propose(batch, num_draft_tokens)
-        trees.append(proposal.tree)
+        # Copies, because a graph's next run overwrites what its last one gave.
+        tree = proposal.tree
+        copies = {name: getattr(tree, name).clone() for name in ("tokens", "parents", "depths")}
+        trees.append(replace(tree, scores=None if tree.scores is None else tree.scores.clone(), **copies))
         return proposal
 
     monkeypatch.setattr(drafter, "propose", recorded)
@@ -516,7 +519,6 @@ def test_features_that_waited_for_many_steps_draft_the_same_trees(
         target.passes.graphs = Graphs(target.device, is_rehearsal=True)
     head = eagle_head(target, feature_layers=(1, 2, 3)).eval()
     target.passes.chunk_size = 7
-    monkeypatch.setattr("selfspec.drafters.eagle.MAX_PENDING", 9)
 
     def trees_by_text(drafts_at: Callable[[int], bool]) -> dict[tuple[int, ...], tuple[list[int], list[int]]]:
         """The trees that were drafted, for each text."""
@@ -526,9 +528,11 @@ def test_features_that_waited_for_many_steps_draft_the_same_trees(
         def recorded(batch: Batch, num_draft_tokens: int) -> Proposal:
             proposal = propose(batch, 3 if drafts_at(next(number)) else 0)
             tree = proposal.tree
-            for sequence, tokens, parents in zip(batch.sequences, tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+            # The texts on the device, because those of the host may lag behind.
+            texts = [row[:size] for row, size in zip(batch.history.tolist(), batch.num_tokens.tolist(), strict=True)]
+            for text, tokens, parents in zip(texts, tree.tokens.tolist(), tree.parents.tolist(), strict=True):
                 if tree.num_nodes > 1:
-                    trees[*sequence.request.prompt_ids, *sequence.token_ids] = tokens, parents
+                    trees[tuple(text)] = tokens, parents
             return proposal
 
         monkeypatch.setattr(drafter, "propose", recorded)

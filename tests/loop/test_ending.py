@@ -16,10 +16,10 @@ from selfspec.loop.accept import accept
 from selfspec.loop.batch import Batch
 from selfspec.loop.decode import decode
 from selfspec.loop.drafter import Drafter, Proposal
+from selfspec.loop.group import Step
 from selfspec.loop.planner import Planner
 from selfspec.loop.sampling import Sampler
 from selfspec.loop.sequence import Request, Sequence
-from selfspec.loop.step import Step
 from selfspec.model.target import Target
 from selfspec.tree import chain
 

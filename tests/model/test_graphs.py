@@ -14,7 +14,8 @@ from selfspec import SamplingParams, Target, generate
 from selfspec.drafters import Drafter, DraftModelDrafter, EagleDrafter, MedusaDrafter, NgramDrafter
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
 from selfspec.model.graphs import Graphs
-from selfspec.model.passes import DEPTH_BUCKETS, NODE_BUCKETS, GraphShape, Passes, bucket, column_bucket, fill_rows
+from selfspec.model.passes import Passes
+from selfspec.model.shapes import DEPTH_BUCKETS, NODE_BUCKETS, FlatShape, GraphShape, bucket, column_bucket, fill_rows
 from selfspec.tree import chain, from_parents
 
 
@@ -135,7 +136,7 @@ def test_a_tree_is_padded_with_what_can_change_nothing() -> None:
 
 def test_buckets() -> None:
     assert bucket(5, NODE_BUCKETS) == 8 and bucket(129, NODE_BUCKETS) is None and bucket(0, DEPTH_BUCKETS) == 0
-    assert column_bucket(3) == 64 and column_bucket(65) == 128
+    assert column_bucket(3) == 128 and column_bucket(129) == 512
 
 
 def test_results_stay_with_the_caller_as_far_as_was_asked() -> None:
@@ -193,18 +194,20 @@ def test_no_graph_has_more_rows_than_keep_a_rows_bits(batch_size: int, monkeypat
     target = Target(small_model(), name="tiny")
     target.passes.graphs = Graphs(target.device, is_rehearsal=True)
     target.passes.max_rows = 24
-    shapes: list[GraphShape] = []
-    run = target.passes.run
+    shapes: list[FlatShape] = []
+    flat_shape = target.passes.flat_shape
 
-    def recorded(*args: object, shape: GraphShape, **rest: object):
+    def recorded(*args: object) -> FlatShape | None:
+        shape = flat_shape(*args)  # type: ignore[arg-type]
+        assert shape is not None
         shapes.append(shape)
-        return run(*args, shape=shape, **rest)  # type: ignore[arg-type]
+        return shape
 
-    monkeypatch.setattr(target.passes, "run", recorded)
+    monkeypatch.setattr(target.passes, "flat_shape", recorded)
     drafter = DRAFTERS["eagle"](target)
     generate(target, PROMPTS, drafter=drafter, sampling=SAMPLINGS["greedy"], batch_size=batch_size, use_cost_guard=False)
-    steps = [shape for shape in shapes if not shape.is_chain]
-    assert steps and all(shape.num_rows * shape.num_nodes <= 24 for shape in steps)
+    steps = [shape for shape in shapes if shape.num_tree_nodes > 1]
+    assert steps and all(shape.num_rows * shape.num_tree_nodes <= 24 for shape in steps)
     # As many as there is room for, of the ten that are drafted.
-    full = [shape.num_nodes for shape in steps if shape.num_rows >= batch_size]
+    full = [shape.num_tree_nodes for shape in steps if shape.num_rows >= batch_size]
     assert max(full) == {1: 12, 3: 4, 5: 2}[batch_size]

@@ -6,8 +6,10 @@ import pytest
 import torch
 from support import tiny_target
 
+from selfspec.cache.blocks import CacheRow
 from selfspec.model.graphs import MAX_KEYS, Graphs
-from selfspec.model.passes import NODE_BUCKETS, Passes, fill_rows
+from selfspec.model.passes import Passes
+from selfspec.model.shapes import NODE_BUCKETS, fill_rows
 from selfspec.tree import chain, from_parents
 
 CPU = torch.device("cpu")
@@ -90,3 +92,15 @@ def test_what_graphs_remember_of_keys_is_bounded(monkeypatch: pytest.MonkeyPatch
     for key in range(100):
         graphs(key, lambda x: (x,), [torch.zeros(1)])
     assert len(graphs._seen) == 16
+
+
+def test_a_small_tree_in_a_large_shape_costs_no_more_nodes_than_it_has() -> None:
+    """Trees of every size share a shape, and a pass computes only the nodes that were planned."""
+    passes = Passes(Graphs(torch.device("cpu"), is_rehearsal=True), max_rows=64)
+    rows = [CacheRow(blocks=[0], length=3), CacheRow(blocks=[1], length=4), CacheRow(blocks=[2], length=5)]
+    tree = chain(torch.tensor([1, 2, 3]), torch.tensor([[4, 5]] * 3), torch.zeros(3, 2))
+    shape = passes.flat_shape(tree, rows, 7, (16, 6), [], 0)
+    assert shape is not None and (shape.num_rows, shape.num_tree_nodes, shape.max_depth) == (4, 16, 8)
+    assert shape.num_nodes == 7 + 1, "and the root of the row that fills up the batch"
+    whole = passes.flat_shape(tree, rows, None, (1, 0), [], 0)
+    assert whole is not None and (whole.num_tree_nodes, whole.num_nodes) == (4, None)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from selfspec import SamplingParams, Target, generate
 from selfspec.drafters import NgramDrafter
-from selfspec.loop import step
+from selfspec.loop import group
 from selfspec.loop.decode import decode
 from selfspec.loop.sequence import Request
 
@@ -39,7 +39,7 @@ class Clock:
 
 def steps(target: Target, prompt: str) -> list[tuple[int, list[int]]]:
     """Nodes and emitted tokens of each step of an answer with the cost guard on."""
-    request = Request(target.encode(prompt), SAMPLING.with_(max_new_tokens=80), 0)
+    request = Request(target.encode(prompt), SAMPLING.with_(max_new_tokens=120), 0)
     return [(taken.tree.num_nodes, taken.emitted[0]) for taken in decode(target, [request], drafter=NgramDrafter(6))]
 
 
@@ -64,7 +64,7 @@ def test_a_tensor_parallel_model_is_served_by_every_process(tiny_target_dir: Pat
     alone = Target.from_pretrained(tiny_target_dir, device="cpu")
     by_clock = []
     for rank in (0, 1):
-        monkeypatch.setattr(step, "time", Clock(rank))
+        monkeypatch.setattr(group, "time", Clock(rank))
         by_clock.append(steps(alone, REPETITIVE))
     expected, otherwise = by_clock
     assert [num_nodes for num_nodes, _ in expected] != [num_nodes for num_nodes, _ in otherwise], "clocks decide"
@@ -83,7 +83,7 @@ def main(source: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(source, tp_plan="auto", dtype=torch.float32).eval()
     target = Target(model, AutoTokenizer.from_pretrained(source))
     heads = f"{target.kv_shape.num_kv_heads} of {model.config.num_key_value_heads} KV heads"
-    step.time = Clock(int(os.environ["RANK"]))  # type: ignore[assignment]
+    group.time = Clock(int(os.environ["RANK"]))  # type: ignore[assignment]
     sys.stdout.write(f"{os.environ['RANK']}: {heads}, {steps(target, REPETITIVE)}\n")
     torch.distributed.destroy_process_group()
 

@@ -27,9 +27,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from selfspec.drafters import NgramDrafter
 from selfspec.engine import Listener, SpecEngine
 from selfspec.loop.accept import Acceptance
+from selfspec.loop.group import Group, Step, StepSeconds
 from selfspec.loop.scheduler import Scheduler
 from selfspec.loop.sequence import Emission, Request, Sequence
-from selfspec.loop.step import Group, Step, StepSeconds
 from selfspec.model.target import Target
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.remote import RemoteEngine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,12 +11,12 @@ import torch
 
 from selfspec import SamplingParams, Target, generate
 from selfspec.api import Completion
-from selfspec.cache.blocks import CacheRow
 from selfspec.drafters import Drafter, DraftModelDrafter, EagleDrafter, NgramDrafter
 from selfspec.drafters.shipped import identity
 from selfspec.engine import EngineClosed, EngineFull, Event, Listener, SpecEngine, StepCounts
 from selfspec.heads.eagle import EagleConfig, EagleHead
 from selfspec.loop.sequence import Request
+from selfspec.model.flat import FlatNodes
 from selfspec.model.graphs import Graphs
 
 MakeEngine = Callable[..., SpecEngine]
@@ -95,7 +94,7 @@ def test_warming_up_leaves_graphs_and_nothing_else(
     engine.warm_up()
     assert not told and engine.num_running == engine.num_waiting == 0 and engine.num_used_blocks == 0
     planner = engine._groups["ngram"].planner
-    assert planner._seconds and not planner._trials
+    assert planner.costs.is_calibrated and not planner._loads
     num_set_up = graphs.num_set_up
     prompt = Request([7] * 100, SamplingParams(max_new_tokens=1), 0)
     answers(engine.stream([prompt], drafter="none"))
@@ -104,23 +103,24 @@ def test_warming_up_leaves_graphs_and_nothing_else(
     assert told
 
 
-def test_prompts_are_entered_in_whole_passes(
+def test_prompts_enter_beside_rows_that_decode_within_the_budget(
     make_engine: MakeEngine, expected: list[Completion], target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a pass has a size: a prompt that is cut within one costs one more."""
-    monkeypatch.setattr(target.passes, "chunk_size", 8)
-    monkeypatch.setattr(target.passes, "graphs", Graphs(target.device, is_rehearsal=True))
-    prefill, sizes = target.prefill, defaultdict(list)
+    """A prompt is cut at any token, so every pass takes as many as it may, of several prompts if there are."""
+    run, passes = target.run_flat, []
 
-    def recorded(token_ids: torch.Tensor, row: CacheRow, *args: object, **options: object) -> object:
-        sizes[row].append(len(token_ids))
-        return prefill(token_ids, row, *args, **options)  # type: ignore[arg-type]
+    def recorded(nodes: FlatNodes, *args: object, **options: object) -> object:
+        num_chunks = 0 if nodes.chunks is None else len(nodes.chunks.lengths)
+        passes.append((nodes.num_nodes, len(nodes.tokens) - nodes.num_nodes, num_chunks))
+        return run(nodes, *args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(target, "prefill", recorded)
+    monkeypatch.setattr(target, "run_flat", recorded)
     assert_as_expected(answers(make_engine(max_batch=24, prefill_tokens=20).stream(requests())), expected)
-    assert any(len(parts) > 1 for parts in sizes.values())
-    for parts in sizes.values():
-        assert all(size % 8 == 0 for size in parts[:-1]) and max(parts) <= 24
+    assert sum(num_tokens for _, num_tokens, _ in passes) == sum(len(prompt) - 1 for prompt in PROMPTS)
+    beside = [(num_tokens, num_chunks) for num_nodes, num_tokens, num_chunks in passes if num_nodes and num_tokens]
+    # The last one has what is left.
+    assert len(beside) > 5 and all(num_tokens == 20 for num_tokens, _ in beside[:-1]) and beside[-1][0] <= 20
+    assert any(num_chunks > 1 for _, num_chunks in beside)
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
@@ -162,10 +162,11 @@ class RecordingDrafter(NgramDrafter):
     """Wants features, and keeps those of every prompt."""
 
     name = "recording"
+    is_resident = False
 
     def __init__(self, features: tuple[int, ...]) -> None:
         super().__init__(4)
-        self.features = features
+        self.features = self.block_names = features
         self.seen: list[dict[int, torch.Tensor]] = []
 
     def admit(self, sequence: object, features: Mapping[int, torch.Tensor]) -> None:
@@ -223,7 +224,8 @@ def test_eagle_goes_on_after_giving_way(make_engine: MakeEngine, expected: list[
     engine = make_engine(drafter, max_batch=8, cache_tokens=256)
     assert_as_expected(answers(engine.stream(requests())), expected)
     assert engine._scheduler.num_preemptions > 0 and not engine.problems
-    assert not drafter._rows and drafter._cache.num_used_blocks == 0
+    state = engine._cache.state
+    assert engine.num_used_blocks == 0 and sorted(state._free) == [*range(state.num_slots)]
 
 
 def test_a_long_prompt_does_not_hold_the_others_up(make_engine: MakeEngine) -> None:
@@ -308,6 +310,8 @@ class BrokenDrafter(NgramDrafter):
 
     def __init__(self, place: str) -> None:
         super().__init__(4)
+        # The loop admits rows only to a drafter that is not resident, and tells it of steps afterwards.
+        self.is_resident = place not in ("admit", "commit")
         self.place = place
         self.num_calls = 0
 
@@ -323,12 +327,16 @@ class BrokenDrafter(NgramDrafter):
         self._maybe_break("propose")
         return super().propose(*args)
 
+    def observe(self, *args: object) -> None:
+        self._maybe_break("observe")
+        super().observe(*args)
+
     def commit(self, *args: object) -> None:
         self._maybe_break("commit")
         super().commit(*args)
 
 
-@pytest.mark.parametrize("place", ["admit", "propose", "commit"])
+@pytest.mark.parametrize("place", ["admit", "propose", "observe", "commit"])
 def test_a_drafter_that_fails_costs_speed_and_no_answer(
     make_engine: MakeEngine, expected: list[Completion], place: str
 ) -> None:
