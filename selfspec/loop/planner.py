@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from selfspec.loop.costs import Costs
+from selfspec.loop.gains import mass_of
 from selfspec.loop.probes import Draft, Option, Prices, Probes, Shape
-from selfspec.loop.survival import Record, Survival, mass_of
+from selfspec.loop.survival import Record, Survival
 
 
 @dataclass(frozen=True)
