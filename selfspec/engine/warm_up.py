@@ -7,6 +7,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
+from typing import Any
 
 from selfspec.cache.kv import KVCache
 from selfspec.config import SamplingParams
@@ -58,14 +59,12 @@ class Calibrator(Planner):
 
     Attributes:
         shape, size: indices of what is asked for; no draft where `shape` is None.
-        num_options: of shapes and sizes, as they were offered last.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.shape: int | None = None
         self.size = 0
-        self.num_options = (0, 0)
         self._times: dict[tuple[Kind, Key], list[float]] = defaultdict(list)
 
     def plan(
@@ -74,12 +73,11 @@ class Calibrator(Planner):
         *,
         sizes: Sequence[int],
         shapes: Sequence[Shape],
-        limit: int,
-        is_costly: bool = True,
         num_prompt_tokens: int = 0,
         mean_length: float = 0.0,
+        **others: Any,
     ) -> Plan:
-        B, self.num_options = len(rows), (len(shapes), len(sizes))
+        B = len(rows)
         shape = shapes[self.shape] if self.shape is not None else None
         depth = max((each.depth for each in shapes), default=0)
         return Plan(

@@ -24,7 +24,7 @@ from selfspec.loop.report import report_of
 from selfspec.loop.sampling import Sampler
 from selfspec.loop.selection import promised, rank
 from selfspec.loop.stages import Stage, blamed
-from selfspec.model.flat import Chunks, Packing, lay_out, pack
+from selfspec.model.flat import Chunks, FlatNodes, Packing, lay_out, pack
 from selfspec.model.target import Target, Verification
 from selfspec.tree import CandidateTree, chain
 
@@ -103,6 +103,7 @@ class StepFunction:
             rows, tree, packing, drafted, state = self._trees(taken)
         chunks = self._chunks(taken) if self.kind.has_chunks else None
         cache, names = self.cache, self.drafter.features
+        nodes = None
         if self.host is not None and self.host.verify is not None:
             assert tree is not None and rows is not None
             verification = self.host.verify(tree, rows.places)
@@ -124,7 +125,8 @@ class StepFunction:
         if self.drafter.is_resident:
             entries = None
             if names:
-                entries = entries_of(cache, rows, acceptance, along, chunks, num_nodes)
+                assert nodes is not None
+                entries = entries_of(cache, rows, acceptance, along, chunks, nodes)
             with blamed(Stage.DRAFT):
                 self.drafter.observe(cache, Observed(entries, features, tree, acceptance, state))
         elif names:
@@ -224,7 +226,7 @@ def entries_of(
     acceptance: Acceptance | None,
     along: torch.Tensor | None,
     chunks: Chunks | None,
-    num_nodes: int,
+    nodes: FlatNodes,
 ) -> Entries:
     """The tokens that a pass commits: the accepted paths' and the chunks'.
 
@@ -243,10 +245,7 @@ def entries_of(
         each = (along, acceptance.tokens.clamp(min=0), positions, slots)
         parts.append((*(values.flatten() for values in each), last, rows.slots))
     if chunks is not None:
-        place = torch.arange(len(chunks.tokens), device=chunks.tokens.device)
-        row = torch.searchsorted(chunks.starts[1:], place, right=True).clamp(max=len(chunks.lengths) - 1)
-        positions = chunks.lengths[row] + place - chunks.starts[row]
-        slots = chunks.block_tables[row, positions // cache.block_size] * cache.block_size + positions % cache.block_size
+        own = torch.arange(nodes.num_nodes, len(nodes.tokens), device=chunks.tokens.device)
         last = offset + (chunks.starts[1:] - 1).clamp(min=0)
-        parts.append((num_nodes + place, chunks.next_ids, positions, slots, last, chunks.slots))
+        parts.append((own, chunks.next_ids, nodes.positions[own], nodes.slots[own], last, chunks.slots))
     return Entries(*(torch.cat(each) if len(parts) > 1 else each[0] for each in zip(*parts, strict=True)))

@@ -44,18 +44,16 @@ class Prefill:
         self._drafter = drafter
         self._cache = cache
         self._text = [*sequence.request.prompt_ids, *sequence.token_ids]
-        self._num_taken, self._is_taken = 0, False
+        self._num_taken = 0
+        self._started = time.perf_counter()
+        # Whether every token is in a chunk.
+        self.is_taken = False
         self._parts: list[Mapping[Any, torch.Tensor]] = []
 
     @property
     def num_left(self) -> int:
         """Tokens that no chunk has yet."""
         return len(self._text) - 1 - self._num_taken
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether every token is in a chunk."""
-        return self._is_taken
 
     def begin(self) -> None:
         """Adopt the beginning of the prompt that the cache holds, and reserve room for the rest. A second call does nothing.
@@ -79,8 +77,8 @@ class Prefill:
         """The next `num_tokens` tokens, or those that are left."""
         first = self._num_taken
         end = min(first + num_tokens, len(self._text) - 1)
-        self._num_taken, self._is_taken = end, end == len(self._text) - 1
-        return Chunk(self, self._text[first:end], self._text[first + 1 : end + 1], self._is_taken)
+        self._num_taken, self.is_taken = end, end == len(self._text) - 1
+        return Chunk(self, self._text[first:end], self._text[first + 1 : end + 1], self.is_taken)
 
     def note(self, chunk: Chunk, features: Mapping[int, torch.Tensor]) -> None:
         """Take note that a chunk of T tokens is in a pass.
@@ -93,6 +91,10 @@ class Prefill:
             self._parts.append(features)
         if chunk.is_last:
             publish(self.sequence, self._drafter, self._cache, self.features)
+
+    def finish(self) -> None:
+        """Count the time, which a sequence that gave its place up takes once more for each return."""
+        self.sequence.prefill_seconds += time.perf_counter() - self._started
 
     @property
     def features(self) -> dict[int, torch.Tensor]:

@@ -68,7 +68,7 @@ def land(group: Group) -> Step | None:
         began = time.perf_counter()
         for chunk in flight.chunks:
             if chunk.is_last:
-                chunk.sequence.prefill_seconds = time.perf_counter() - chunk.sequence.started
+                chunk.prefill.finish()
         if not flight.sequences:
             return None
         assert flight.outcomes is not None and flight.report is not None
@@ -161,7 +161,8 @@ def _run(group: Group, flight: Flight, *, into: Flight | None = None) -> None:
         assert outcomes.report is not None
         parts = [outcomes.report.flatten(), *([] if outcomes.curve is None else [outcomes.curve.flatten()])]
         into.report = to_host(torch.cat(parts))
-        into.log_probs = log_probs(flight.sequences, outcomes)
+        found = log_probs(flight.sequences, outcomes)
+        into.log_probs = None if found is None else tuple(map(to_host, found))
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ class Chunks:
 
     @classmethod
     def unpack(cls, numbers: torch.Tensor, tokens: torch.Tensor) -> Chunks:
-        """From the tensors that `ChunkInput.tensors` made."""
+        """From numbers [C, 3 + M], which are length, number of tokens, slot and blocks of each row, and tokens [2, P]."""
         counts = numbers[:, 1]
         starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         return cls(tokens[0], tokens[1], numbers[:, 0].contiguous(), starts, numbers[:, 3:], numbers[:, 2])

@@ -136,10 +136,6 @@ class Passes:
             return [padded, *([2 * padded] if 2 * padded <= most else [])]
         return [padded, *(size for size in FLAT_BUCKETS if padded < size <= most)]
 
-    def num_slots(self, num_nodes: int) -> int:
-        """How many scratch slots a pass over `num_nodes` nodes writes, padding nodes included."""
-        return num_nodes if self.graphs is None else bucket(num_nodes, NODE_BUCKETS) or num_nodes
-
     def shape_of(self, tree: CandidateTree, num_rows: int, *, has_exact_nodes: bool = False) -> GraphShape | None:
         """The shape that a pass over `tree` is padded to; None without graphs or for too large a batch or tree.
 

@@ -131,7 +131,7 @@ def test_a_tree_is_padded_with_what_can_change_nothing() -> None:
     assert shape == GraphShape(num_rows=4, num_nodes=1, max_depth=0, is_chain=True)
     assert fill_rows(shape.pad(one), shape.num_rows)[:, 0].tolist() == [[3], [4], [9], [9]]
     # Without graphs nothing is padded.
-    assert Passes().shape_of(tree, 1) is None and Passes().num_slots(3) == 3 and passes.num_slots(3) == 4
+    assert Passes().shape_of(tree, 1) is None and Passes().num_flat_slots(tree, 1, 9) == tree.num_nodes
 
 
 def test_buckets() -> None:
