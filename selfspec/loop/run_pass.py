@@ -85,7 +85,9 @@ def run_pass(
     rows = [sequence.row for sequence in taken.sequences]
     if not rows and not taken.chunks:
         return Outcomes(_no_features(target, drafter))
-    tree = proposal.tree if rows and proposal.tree.num_nodes > 1 else None
+    # A drafter that verifies its own trees has computed a part of the roots' pass, too.
+    has_tree = bool(rows) and (proposal.tree.num_nodes > 1 or proposal.verify is not None)
+    tree = proposal.tree if has_tree else None
     num_tokens = sum(len(chunk.tokens) for chunk in taken.chunks)
     is_ranked = taken.plan is not None and tree is not None and tree.scores is not None and tree.is_deterministic
     shape = None

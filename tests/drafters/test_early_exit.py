@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from selfspec import SamplingParams, generate
 from selfspec.drafters import DraftModelDrafter, EarlyExitDrafter, drafter_of
 from selfspec.drafters.shipped import load_head
 from selfspec.heads.early_exit import DistilledDraft, EarlyExitHead
-from selfspec.loop.planner import Planner
+from selfspec.loop.decode import decode
+from selfspec.loop.planner import Plan, Planner
 from selfspec.loop.scheduler import Scheduler
 from selfspec.loop.sequence import Request
 from selfspec.model.layers import Resume, decoder_layers
@@ -110,6 +113,29 @@ def test_trees_change_nothing_in_any_batch(temperature: float, use_guard: bool) 
             assert [c.token_ids for c in got] == expected, (drafter.name, batch_size)
         assert isinstance(drafter, EarlyExitDrafter | DraftModelDrafter)
         assert drafter._cache.num_used_blocks == 0 and not drafter._rows
+
+
+class RootsOnly(Planner):
+    """Has every row draft, and no draft verified."""
+
+    def plan(self, *args: Any, **options: Any) -> Plan:
+        plan = super().plan(*args, **options)
+        num_rows = len(plan.is_drafting)
+        return replace(plan, shape=options["shapes"][-1], num_nodes=num_rows, is_drafting=(True,) * num_rows)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_drafted_tree_may_be_cut_down_to_its_root(temperature: float) -> None:
+    """[K1] the pass goes on from what drafting computed of the root."""
+    target = tiny_target("llama")
+    sampling = [SamplingParams(max_new_tokens=12, temperature=temperature, seed=i, ignore_eos=True) for i in range(3)]
+    expected = [c.token_ids for c in generate(target, PROMPTS, sampling=sampling)]
+    drafter = drafter_of(exit_head(target, 1, 2), target, num_draft_tokens=3, width=3, num_nodes=9)
+    requests = [Request(prompt, params) for prompt, params in zip(PROMPTS, sampling, strict=True)]
+    steps = list(decode(target, requests, drafter=drafter, max_batch=3, planner=RootsOnly()))
+    assert sum(step.tree.num_nodes == 1 for step in steps) > 6
+    done = {id(sequence): sequence for step in steps for sequence in step.finished}
+    assert sorted(s.token_ids for s in done.values()) == sorted(expected)
 
 
 @pytest.mark.parametrize("late", [[5], [7] * 17], ids=["one token", "all in the cache"])
