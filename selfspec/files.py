@@ -54,6 +54,17 @@ def check_readable(files: Iterable[Path]) -> None:
                 ) from error
 
 
+def check_is_there(source: str | Path) -> None:
+    """Refuse a path to nothing. Any other name may be a Hub id.
+
+    Raises:
+        ValueError: the name can only be a path, because it begins like one, and nothing is there.
+    """
+    text = str(source)
+    if (text.startswith((".", "~")) or Path(text).is_absolute()) and not os.path.lexists(text):
+        raise ValueError(f"{text}: no such folder")
+
+
 def cache_folder() -> Path:
     """Where files are kept that can be made again: $SELFSPEC_CACHE, $XDG_CACHE_HOME/selfspec or ~/.cache/selfspec."""
     if cache := os.environ.get("SELFSPEC_CACHE"):

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfspec.drafters import Drafter, drafter_of, load_drafter
 from selfspec.drafters.names import KINDS
-from selfspec.drafters.shipped import identity, load_head
+from selfspec.drafters.shipped import best_drafter, identity, load_head
 from selfspec.heads.base import DraftHead
 from selfspec.heads.eagle import EagleHead
 from selfspec.heads.medusa import MedusaHead
@@ -191,6 +191,8 @@ def expanded_drafter(
     width: int | None = None,
 ) -> Drafter | None:
     """Load the drafter that `spec` names for the original target `source`, expanded to serve the expanded `target`."""
+    if spec == "auto":
+        spec = best_drafter(source)
     name, _, argument = spec.partition(":")
     # Kinds without heads have no weights of the target's shape.
     shapeless = [kind.name for kind in KINDS.values() if not kind.heads]

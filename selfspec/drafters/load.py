@@ -10,13 +10,11 @@ from typing import Any
 from selfspec.drafters.draft_model import DraftModelDrafter, check_same_tokenizer
 from selfspec.drafters.names import kind_of, kind_of_head
 from selfspec.drafters.ngram import NgramDrafter
-from selfspec.drafters.shipped import is_head, load_head
+from selfspec.drafters.shipped import best_drafter, is_head, load_head
+from selfspec.drafters.specs import check_drafter, number_in
 from selfspec.heads.base import DraftHead
 from selfspec.loop.drafter import Drafter
 from selfspec.model.target import Target
-
-MAX_DRAFT_TOKENS = 64
-MAX_NODES = 128
 
 
 def load_drafter(
@@ -31,6 +29,8 @@ def load_drafter(
 ) -> Drafter | None:
     """The drafter that `NAME[:ARGUMENT]` names, for this target; None for `none`.
 
+    `auto` is the shipped head that fits the target, or else `ngram`; the log says which.
+
     Each drafter has its own defaults for the first three settings.
 
     Args:
@@ -43,34 +43,21 @@ def load_drafter(
     Raises:
         ValueError: the name is unknown, the drafter does not take a setting, or no head or model fits the target.
     """
+    check_drafter(
+        spec, num_draft_tokens=num_draft_tokens, num_nodes=num_nodes, width=width, dtype=dtype, is_sampled=is_sampled
+    )
+    if spec == "auto":
+        spec = best_drafter(target)
     kind, argument = kind_of(spec), spec.partition(":")[2]
-    if is_sampled and not kind.has_model:
-        raise ValueError(f"drafter {spec!r} cannot draw its drafts: sampled drafts need draft_model or truncated")
-    if dtype is not None and not kind.has_weights:
-        raise ValueError(f"drafter {spec!r} has no weights of its own, so it takes no draft dtype")
-    for option, value, most in (
-        ("num_draft_tokens", num_draft_tokens, MAX_DRAFT_TOKENS),
-        ("num_nodes", num_nodes, MAX_NODES),
-        ("width", width, MAX_NODES),
-    ):
-        if value is not None and not 1 <= value <= most:
-            raise ValueError(f"{option}={value} is not allowed: use 1 to {most}")
     if kind.name == "none":
-        if argument:
-            raise ValueError(f"drafter {spec!r} takes no argument: write none")
         return None
     if kind.name == "ngram":
-        if not argument:
-            return NgramDrafter(num_draft_tokens)
-        number = _number(spec, argument)
-        if not 1 <= number <= MAX_DRAFT_TOKENS:
-            raise ValueError(f"drafter {spec!r} is out of range: draft 1 to {MAX_DRAFT_TOKENS} tokens")
-        return NgramDrafter(num_draft_tokens or number)
+        return NgramDrafter(num_draft_tokens or number_in(spec))
     # Only what was given, because each drafter has its own defaults.
     given = {"num_draft_tokens": num_draft_tokens, "num_nodes": num_nodes, "width": width}
     shape: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if kind.name == "truncated":
-        draft = target.truncated(_number(spec, argument))
+        draft = target.truncated(int(argument))
         return DraftModelDrafter(draft, target.vocab_size, is_sampled=is_sampled, name=spec, **shape)
     if kind.has_weights and argument and not is_head(argument):
         draft = Target.from_pretrained(argument, dtype=dtype or "auto", device=target.device)
@@ -90,9 +77,3 @@ def drafter_of(
     assert kind.make is not None
     options: dict[str, Any] = {"is_sampled": True} if is_sampled else {}
     return kind.make(target, head, name=name or head.config.head_type, **options, **shape)
-
-
-def _number(spec: str, argument: str) -> int:
-    if not argument.isdecimal():
-        raise ValueError(f"drafter {spec!r} needs a whole number after the colon, as in {spec.partition(':')[0]}:8")
-    return int(argument)

@@ -1,12 +1,12 @@
-"""The table of drafters, one row per kind: what a name means, and which drafter serves a head.
+"""The table of drafters, one row per kind: the names of `specs`, with the classes behind them.
 
-Invariant: everything that depends on a drafter's kind reads this table, so a new kind is one new row.
+Invariant: everything that depends on a drafter's kind reads this table, so a new kind is one new row there and one here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from selfspec.drafters.draft_model import DraftModelDrafter
@@ -14,6 +14,7 @@ from selfspec.drafters.eagle import EagleDrafter
 from selfspec.drafters.early_exit import EarlyExitDrafter
 from selfspec.drafters.medusa import MedusaDrafter
 from selfspec.drafters.ngram import NgramDrafter
+from selfspec.drafters.specs import NAMES, DrafterName, name_of
 from selfspec.heads.base import DraftHead
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.heads.early_exit import DistilledDraft, EarlyExitHead
@@ -28,28 +29,18 @@ STUDENT_SHAPE = DefaultShape(cpu=DraftShape(5, 12, 3), gpu=DraftShape(5, 12, 3))
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One kind of drafter.
+class Kind(DrafterName):
+    """One kind of drafter: its name, and the classes behind it.
 
     Attributes:
-        name: its name on the command line, before the colon.
-        label: its name for people.
-        help: what it does, and what may follow the colon.
         heads: the classes of trained heads that it serves.
         make: from (target, head, name=..., **shape) to a drafter that serves the head; None for kinds without heads.
         default_shape: how large its trees are by default.
-        has_model: it drafts with a model, which can draw its drafts.
-        has_weights: the argument may be a model, which has a dtype.
     """
 
-    name: str
-    label: str
-    help: str
     heads: tuple[type[DraftHead], ...] = ()
     make: Callable[..., Drafter] | None = None
     default_shape: DefaultShape | None = None
-    has_model: bool = False
-    has_weights: bool = False
 
     @property
     def head_types(self) -> tuple[str, ...]:
@@ -73,59 +64,16 @@ def _early_exit(target: Target, head: EarlyExitHead, *, name: str, is_sampled: b
     return DraftModelDrafter(student_target(target, head), target.vocab_size, is_sampled=is_sampled, name=name, **tree)
 
 
-KINDS: dict[str, Kind] = {
-    kind.name: kind
-    for kind in (
-        Kind("none", "autoregressive", "autoregressive decoding"),
-        Kind(
-            "ngram",
-            "n-gram",
-            "prompt lookup; ngram:K drafts at most K tokens",
-            default_shape=NgramDrafter.default_shape,
-        ),
-        Kind(
-            "draft_model",
-            "draft model",
-            "draft_model:PATH_OR_ID drafts with a smaller model of the same vocabulary",
-            heads=(DistilledDraft,),
-            make=_early_exit,
-            default_shape=DraftModelDrafter.default_shape,
-            has_model=True,
-            has_weights=True,
-        ),
-        Kind(
-            "early_exit",
-            "early exit",
-            "early_exit:PATH_OR_ID drafts a tree with the target's own first layers and trained blocks on top",
-            heads=(EarlyExitHead,),
-            make=_early_exit,
-            default_shape=EarlyExitDrafter.default_shape,
-        ),
-        Kind(
-            "truncated",
-            "first layers",
-            "truncated:L drafts with the target's own first L layers, untrained",
-            default_shape=DraftModelDrafter.default_shape,
-            has_model=True,
-        ),
-        Kind(
-            "medusa",
-            "Medusa",
-            "medusa:PATH_OR_ID drafts a tree with trained Medusa heads",
-            heads=(MedusaHead,),
-            make=MedusaDrafter,
-            default_shape=MedusaDrafter.default_shape,
-        ),
-        Kind(
-            "eagle",
-            "EAGLE",
-            "eagle:PATH_OR_ID drafts a tree with a trained EAGLE head",
-            heads=(EagleHead, Eagle1Head),
-            make=EagleDrafter,
-            default_shape=EagleDrafter.default_shape,
-        ),
-    )
+# What stands behind the names that have more than a name.
+_PARTS: dict[str, dict[str, Any]] = {
+    "ngram": {"default_shape": NgramDrafter.default_shape},
+    "truncated": {"default_shape": DraftModelDrafter.default_shape},
+    "eagle": {"heads": (EagleHead, Eagle1Head), "make": EagleDrafter, "default_shape": EagleDrafter.default_shape},
+    "medusa": {"heads": (MedusaHead,), "make": MedusaDrafter, "default_shape": MedusaDrafter.default_shape},
+    "early_exit": {"heads": (EarlyExitHead,), "make": _early_exit, "default_shape": EarlyExitDrafter.default_shape},
+    "draft_model": {"heads": (DistilledDraft,), "make": _early_exit, "default_shape": DraftModelDrafter.default_shape},
 }
+KINDS: dict[str, Kind] = {name.name: Kind(**asdict(name), **_PARTS.get(name.name, {})) for name in NAMES.values()}
 
 # Trained heads by the `head_type` that their config.json names.
 HEADS: dict[str, type[DraftHead]] = {head.config_class.head_type: head for kind in KINDS.values() for head in kind.heads}
@@ -137,10 +85,7 @@ def kind_of(spec: str) -> Kind:
     Raises:
         ValueError: no kind has this name.
     """
-    name = spec.partition(":")[0]
-    if name not in KINDS:
-        raise ValueError(f"drafter {spec!r} is not known: use " + "; ".join(f"{k.name} ({k.help})" for k in KINDS.values()))
-    return KINDS[name]
+    return KINDS[name_of(spec).name]
 
 
 def kind_of_head(head_type: str) -> Kind:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from selfspec.config import DraftOptions, TargetOptions
 from selfspec.drafters.load import load_drafter
-from selfspec.drafters.names import kind_of
+from selfspec.drafters.specs import options_for
 from selfspec.loop.drafter import Drafter
 from selfspec.model.chat import parse_arguments
 from selfspec.model.default_target import source_of
@@ -29,13 +29,4 @@ def load_target(options: TargetOptions, *, use_packing: bool = True) -> Target:
 
 def load_drafter_of(options: DraftOptions, spec: str, target: Target) -> Drafter | None:
     """Load the drafter that `NAME[:ARGUMENT]` names, with the options that concern it; a command may name several."""
-    kind = kind_of(spec)
-    return load_drafter(
-        spec,
-        target,
-        num_draft_tokens=options.num_draft_tokens,
-        num_nodes=options.num_nodes,
-        width=options.width,
-        dtype=options.draft_dtype if kind.has_weights else None,
-        is_sampled=options.sampled_draft and kind.has_model,
-    )
+    return load_drafter(spec, target, **options_for(options, spec))

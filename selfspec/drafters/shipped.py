@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 # heads/pretrained/TARGET/NAME, installed with the package.
 SHIPPED = Path(__file__).parents[1] / "heads" / "pretrained"
 
+# Drafters with trained heads, by the tokens per target pass of the shipped ones (docs/heads.md).
+BEST = ("eagle", "early_exit", "draft_model", "medusa")
+
 
 def identity(target: Target) -> TargetIdentity:
     """What a head's config records about this target."""
@@ -91,16 +94,31 @@ def shipped_head(drafter: str, target: Target) -> Path:
     Raises:
         ValueError: no shipped head fits.
     """
+    for directory, head_type in _fitting(target):
+        if head_type in KINDS[drafter].head_types:
+            logger.info("drafter %s: the shipped head %s/%s", drafter, directory.parent.name, directory.name)
+            return directory
+    raise ValueError(f"no shipped {drafter} head fits {target.label}: name one as {drafter}:PATH_OR_HUB_ID, or train one")
+
+
+def best_drafter(target: Target) -> str:
+    """What `auto` means for this target: the first of `BEST` that has a shipped head, or else `ngram`."""
+    head_types = {head_type for _, head_type in _fitting(target)}
+    for drafter in BEST:
+        if head_types & set(KINDS[drafter].head_types):
+            return drafter
+    logger.info("drafter ngram: no shipped head fits %s", target.label)
+    return "ngram"
+
+
+def _fitting(target: Target) -> Iterator[tuple[Path, str]]:
+    """The folders and types of the shipped heads that fit the target."""
     ours = identity(target)
     for directory in shipped_heads():
         record: dict[str, Any] = read_config(directory)
-        if record["head_type"] not in KINDS[drafter].head_types:
-            continue
         config = HEADS[record["head_type"]].config_class.from_dict(record)
         try:
             config.target.check(ours)
         except ValueError:
             continue
-        logger.info("drafter %s: the shipped head %s/%s", drafter, directory.parent.name, directory.name)
-        return directory
-    raise ValueError(f"no shipped {drafter} head fits {target.label}: name one as {drafter}:PATH_OR_HUB_ID, or train one")
+        yield directory, record["head_type"]

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from selfspec.cache.kv import KVShape
 from selfspec.drafters.names import HEADS, KINDS, STUDENT_SHAPE
-from selfspec.drafters.shipped import is_head, shipped_heads
+from selfspec.drafters.shipped import BEST, is_head, shipped_heads
 from selfspec.heads.base import CONFIG_NAME, DraftHead, find_head, read_config
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.heads.early_exit import EarlyExitHead
@@ -186,6 +186,8 @@ def draft_size(spec: str, target: ModelSize) -> DraftSize:
     Raises:
         ValueError: there is no such drafter or head, or the head was trained for another target.
     """
+    if spec == "auto":
+        spec = _best_drafter(target)
     name, _, argument = spec.partition(":")
     kind = KINDS.get(name)
     if name == "ngram":
@@ -217,6 +219,17 @@ def _with_shape(size: DraftSize, default: DefaultShape | None, *, depth: int = 0
     shape = default.on("cuda")
     depth = depth or shape.num_draft_tokens
     return replace(size, depth=depth, num_nodes=depth + 1 if shape.width == 1 else shape.num_nodes)
+
+
+def _best_drafter(target: ModelSize) -> str:
+    """What `auto` means for a target of this shape."""
+    for drafter in BEST:
+        try:
+            _head_folder(drafter, "", target)
+        except ValueError:
+            continue
+        return drafter
+    return "ngram"
 
 
 def _head_folder(drafter: str, source: str, target: ModelSize) -> Path:
