@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from selfspec.failures import first_line
-from selfspec.files import check_readable, save_file
+from selfspec.files import check_is_there, check_readable, save_file
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -324,6 +324,7 @@ def find_head(
     if Path(source).is_dir():
         check_readable(file for pattern in patterns for file in Path(source).glob(pattern))
         return Path(source)
+    check_is_there(source)
     try:
         return Path(snapshot_download(str(source), revision=revision, allow_patterns=list(patterns)))
     except Exception as error:

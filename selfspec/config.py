@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
@@ -54,7 +55,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(
         default_factory=dict, hash=False, metadata={"help": "token id -> added to its logit"}
     )
-    seed: int | None = field(default=None, metadata={"help": "same seed, same output; None draws a fresh one"})
+    seed: int | None = field(default=None, metadata={"help": "same seed, same output; by default a fresh one"})
     stop: Sequence[str] = field(default=(), metadata={"help": "strings that end the output, not part of it"})
     stop_token_ids: Sequence[int] = field(default=(), metadata={"help": "token ids that end the output"})
     ignore_eos: bool = field(default=False, metadata={"help": "do not end at the model's end-of-sequence tokens"})
@@ -145,12 +146,30 @@ class SamplingParams:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
+# Types of a target's weights and numbers, by torch's names; and of its linear layers' weights alone.
+DTYPES = ("float32", "bfloat16", "float16")
+WEIGHT_DTYPES = ("int8", "fp8", "int4")
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise a ValueError unless a model may be loaded in this type."""
+    if dtype not in ("auto", *DTYPES, *WEIGHT_DTYPES):
+        raise ValueError(f"dtype={dtype!r} is not known: use auto, {', '.join([*DTYPES, *WEIGHT_DTYPES])}")
+
+
+def check_device(device: str) -> None:
+    """Raise a ValueError for what is no device's name. Whether the device is there, torch knows."""
+    if not re.fullmatch(r"auto|(cpu|cuda|mps|xpu)(:\d+)?", device):
+        raise ValueError(f"device={device!r} is not known: use auto, cpu, cuda or cuda:N")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions:
-    """Which target to load and how."""
+    """Which target to load and how. Invariant: dtype and device are names of such."""
 
     target: str | None = field(
-        default=None, metadata={"help": "directory or Hub id of the target; by default the one that `selfspec fetch` makes"}
+        default=None,
+        metadata={"help": "directory or Hub id of the target; smollm2, the default, is the one that `selfspec fetch` makes"},
     )
     revision: str | None = field(default=None, metadata={"help": "branch, tag or commit, for a Hub id"})
     adapter: str | None = field(
@@ -161,6 +180,10 @@ class TargetOptions:
     chat_template_kwargs: str | None = field(
         default=None, metadata={"help": 'JSON object of arguments for the chat template, such as {"enable_thinking": false}'}
     )
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+        check_device(self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,3 +210,7 @@ class DraftOptions:
     no_cost_guard: bool = field(
         default=False, metadata={"help": "always draft, even where drafting is measured to be slower"}
     )
+
+    def __post_init__(self) -> None:
+        if self.draft_dtype is not None:
+            check_dtype(self.draft_dtype)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from selfspec.cli.help import Group
 from selfspec.cli.options import command, quiet_libraries
 from selfspec.config import DraftOptions, SamplingParams, TargetOptions
 from selfspec.model.default_target import source_of
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from selfspec.model.target import Target
     from selfspec.traffic.redact import Redactor
 
-app = typer.Typer(no_args_is_help=True, help="Prepare conversations to train heads on.")
+app = typer.Typer(cls=Group, no_args_is_help=True, help="Prepare conversations to train heads on.")
 
 SourcesArgument = Annotated[
     list[str],

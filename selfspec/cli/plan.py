@@ -94,7 +94,7 @@ def present_card(device: str) -> "Card":
     """This machine's accelerator, with the bandwidth and peak in the table."""
     import torch
 
-    from selfspec.model.load import resolve_device
+    from selfspec.model.devices import resolve_device
     from selfspec.plan.accelerators import card_of_device
 
     found = resolve_device(device)

