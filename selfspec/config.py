@@ -146,6 +146,9 @@ class SamplingParams:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
+# The name of the default target, which `selfspec fetch` makes.
+DEFAULT_TARGET = "smollm2"
+
 # Types of a target's weights and numbers, by torch's names; and of its linear layers' weights alone.
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHT_DTYPES = ("int8", "fp8", "int4")
@@ -165,7 +168,10 @@ def check_device(device: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions:
-    """Which target to load and how. Invariant: dtype and device are names of such."""
+    """Which target to load and how.
+
+    Invariant: dtype and device are names of such, and `target` is None for the default target, however it was named.
+    """
 
     target: str | None = field(
         default=None,
@@ -182,6 +188,8 @@ class TargetOptions:
     )
 
     def __post_init__(self) -> None:
+        if self.target == DEFAULT_TARGET:
+            object.__setattr__(self, "target", None)
         check_dtype(self.dtype)
         check_device(self.device)
 

