@@ -3,7 +3,6 @@
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,20 +17,17 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def loading(options: TargetOptions) -> Iterator[Callable[[str], None]]:
-    """A spinner while torch and transformers are imported, which takes seconds, and while the target is loaded in the body.
+    """A spinner while the target is loaded in the body; the yielded function replaces its line.
 
-    Whatever needs them is imported in the body. The yielded function replaces the spinner's line.
+    Whatever needs torch is imported in the body too. In a terminal, lines say which shipped head is taken.
     """
     from selfspec.cli import display
 
-    source = source_of(options)
-    with display.stage("importing torch") as report, _told_choices():
+    with display.stage(f"loading {source_of(options)}") as report, _told_choices():
         # A device that is not there is told before transformers is imported.
-        import_module("selfspec.model.devices").resolve_device(options.device)
-        report("importing transformers")
-        import_module("selfspec.model.target")
-        quiet_libraries()
-        report(f"loading {source}")
+        from selfspec.model.devices import resolve_device
+
+        resolve_device(options.device)
         yield report
 
 

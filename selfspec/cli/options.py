@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from selfspec.cli.help import Command, name_value
+from selfspec.cli.importing import show_slow_imports
 from selfspec.config import DraftOptions, SamplingParams, TargetOptions
 from selfspec.drafters.specs import check_drafter_of
 from selfspec.failures import reported_failures
@@ -70,6 +71,7 @@ def command(
                     fields = [option.name for option in _field_options(group, without)]
                     values[name] = group(**{field: values.pop(field) for field in fields})
                 _check_early(values)
+                show_slow_imports()
                 function(**values)
 
         run.__name__, run.__doc__, run.__annotations__ = function.__name__, function.__doc__, {}
