@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from selfspec.app.address import api_of
 from selfspec.app.race import Figures
 
 JSON = dict[str, Any]
@@ -94,10 +95,7 @@ class Server:
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        address = url.strip().rstrip("/")
-        if not address.startswith(("http://", "https://")):
-            raise ValueError(f"server {url!r} is not an address: write one such as http://127.0.0.1:8000/v1")
-        self.url = address if address.endswith("/v1") else f"{address}/v1"
+        self.url = api_of(url)
         self._options: dict[str, Any] = {
             "base_url": self.url,
             "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},

@@ -166,6 +166,16 @@ def check_device(device: str) -> None:
         raise ValueError(f"device={device!r} is not known: use auto, cpu, cuda or cuda:N")
 
 
+# The formats of other engines that heads are written in.
+EXPORT_FORMATS = ("vllm", "sglang", "speculators", "medusa")
+
+
+def check_format(name: str) -> None:
+    """Raise a ValueError unless heads can be written in this format."""
+    if name not in EXPORT_FORMATS:
+        raise ValueError(f"format {name!r} is not known: use {', '.join(EXPORT_FORMATS)}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions:
     """Which target to load and how.

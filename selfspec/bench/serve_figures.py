@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
-
 from selfspec.bench.serve_client import Answer
 
 
@@ -25,6 +23,9 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
         """None if there are no values."""
+        # Half of the time that every command would take to begin.
+        import numpy as np
+
         return cls(*map(float, np.percentile(values, (50, 99)))) if values else None
 
 

@@ -4,10 +4,11 @@ from typing import Annotated
 
 import typer
 
+from selfspec.app.address import api_of
 from selfspec.cli.hosts import check_host, warn_if_open
+from selfspec.cli.loading import loading
 from selfspec.cli.options import command, quiet_libraries
 from selfspec.config import TargetOptions
-from selfspec.model.default_target import source_of
 
 
 def register(cli: typer.Typer) -> None:
@@ -33,6 +34,10 @@ def register(cli: typer.Typer) -> None:
         Example: selfspec app --port 7860
         """
         check_host(host)
+        if server is not None:
+            api_of(server)
+            if target.target is not None:
+                raise ValueError("--target and --server exclude each other: a server has its own target")
         try:
             import gradio  # noqa: F401
         except ImportError as error:
@@ -40,17 +45,14 @@ def register(cli: typer.Typer) -> None:
 
         from selfspec.app.main import serve
         from selfspec.app.remote import Server
-        from selfspec.cli import display
         from selfspec.drafters.options import load_target
 
         quiet_libraries()
         warn_if_open(host, "the page has no password, so put it behind a proxy that asks for one, or leave out --host")
         if server is not None:
-            if target.target is not None:
-                raise ValueError("--target and --server exclude each other: a server has its own target")
             page = serve(Server(server, api_key), host=host, port=port)
         else:
-            with display.stage(f"loading {source_of(target)}"):
+            with loading(target):
                 page = serve(load_target(target), host=host, port=port)
         typer.echo(f"{page.local_url} (Ctrl-C ends it)")
         page.block_thread()

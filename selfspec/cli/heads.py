@@ -10,7 +10,7 @@ import typer
 
 from selfspec.cli.loading import load_quietly
 from selfspec.cli.options import command
-from selfspec.config import TargetOptions
+from selfspec.config import EXPORT_FORMATS, TargetOptions, check_format
 from selfspec.traffic.prompt_files import PromptRow, read_prompts
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ command(app, target=TargetOptions)(import_head)
 def export(
     *,
     head: HeadArgument,
-    format: Annotated[str, typer.Option("--format", help="vllm, sglang, speculators or medusa")],
+    format: Annotated[str, typer.Option("--format", help=", ".join(EXPORT_FORMATS))],
     output: OutputOption,
     target: TargetOptions,
 ) -> None:
@@ -92,6 +92,8 @@ def export(
 
     Example: selfspec export heads/mine --format vllm --output exported
     """
+    check_format(format)
+
     from selfspec.cli import display
     from selfspec.interop import export_head
 

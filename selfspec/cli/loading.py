@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from selfspec.cli.options import quiet_libraries
 from selfspec.config import TargetOptions
-from selfspec.model.default_target import default_target_path, source_of
+from selfspec.model.default_target import default_target_path, is_made, source_of
 from selfspec.model.default_target import fetch as fetch_default_target
 
 if TYPE_CHECKING:
@@ -65,8 +65,26 @@ def load_quietly(options: TargetOptions, *, use_packing: bool = True) -> "Target
 
 
 def fetch_quietly(directory: Path | None = None, gguf: Path | None = None) -> Path:
-    """The folder of the default target, made if it is not there yet."""
+    """The folder of the default target, made if it is not there yet, with a bar."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
     from selfspec.cli import display
 
-    with display.stage(f"looking into {directory or default_target_path()}") as report:
-        return fetch_default_target(directory, gguf_file=gguf, report=report)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, console=display.stderr, transient=True, disable=not display.stderr.is_terminal) as bar:
+
+        def begin(stage: str) -> None:
+            # A new task each, because one with a known size cannot go back to an unknown one.
+            for task in bar.task_ids:
+                bar.remove_task(task)
+            bar.add_task(stage, total=None)
+
+        begin(f"looking into {directory or default_target_path()}")
+        if not is_made(directory):
+            quiet_libraries()
+        return fetch_default_target(
+            directory,
+            gguf_file=gguf,
+            report=begin,
+            measure=lambda share: bar.update(bar.task_ids[0], total=1, completed=share),
+        )

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from selfspec.config import EXPORT_FORMATS as FORMATS
+from selfspec.config import check_format
 from selfspec.drafters.names import HEADS
 from selfspec.drafters.shipped import identity
 from selfspec.heads.base import DraftHead, find_head, read_config
@@ -23,8 +25,6 @@ from selfspec.interop.files import Export, listed, read_checkpoint
 from selfspec.interop.kinds import check_kind
 from selfspec.interop.medusa import is_medusa, read_medusa, write_medusa
 from selfspec.model.target import Target
-
-FORMATS = ("vllm", "sglang", "speculators", "medusa")
 
 # Writers of heads that keep their form, each with the formats it takes. A distilled draft is written as a model instead.
 WRITERS: dict[type[DraftHead], tuple[tuple[str, ...], Callable[[Any, Target, str, str], Export]]] = {
@@ -65,8 +65,7 @@ def export_head(source: str, target: Target, engine: str, directory: Path) -> li
     Raises:
         ValueError: the format cannot express the head (the message says why), or the head is another target's.
     """
-    if engine not in FORMATS:
-        raise ValueError(f"format {engine!r} is not known: use {', '.join(FORMATS)}")
+    check_format(engine)
     if directory.exists() and any(directory.iterdir()):
         raise ValueError(f"{directory} is not empty: name a new directory")
     head = load_as_stored(source)

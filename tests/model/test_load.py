@@ -80,3 +80,31 @@ def test_messages_name_a_head_of_the_hub_by_its_id(
     with pytest.raises(ValueError, match="owner/head") as caught:
         load_head("owner/head", target, drafter="medusa")
     assert str(tmp_path) not in str(caught.value)
+
+
+def test_a_target_is_loaded_by_default_and_tells_what_it_is(
+    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("selfspec.model.default_target.default_target", lambda: tiny_target_dir)
+    target = Target.from_pretrained(device="cpu")
+    assert target.name == Target.from_pretrained("smollm2", device="cpu").name == str(tiny_target_dir)
+    assert repr(target) == (
+        f"Target({str(tiny_target_dir)!r}, llama, num_layers=2, vocab_size={target.vocab_size}, context_length=4096, "
+        "float32 on cpu)"
+    )
+
+
+@pytest.mark.parametrize("source", ["/no/such/folder", "./no-such-folder", "../no-such-folder", "~/no-such-folder"])
+def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(tiny_target_dir: Path, source: str) -> None:
+    target = Target.from_pretrained(tiny_target_dir, device="cpu")
+    for load in (
+        lambda: Target.from_pretrained(source),
+        lambda: load_drafter(f"eagle:{source}", target),
+        lambda: load_drafter(f"draft_model:{source}", target),
+    ):
+        with pytest.raises(ValueError, match=rf"^{re.escape(source)}: no such folder$"):
+            load()
+
+
+def test_types_of_weights_alone_are_those_of_the_options() -> None:
+    assert set(load.QUANTIZED) == set(WEIGHT_DTYPES)
