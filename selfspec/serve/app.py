@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
@@ -18,18 +18,18 @@ from starlette.requests import ClientDisconnect
 from selfspec import __version__
 from selfspec.api import Completion
 from selfspec.failures import describe
-from selfspec.serve.answers import Answer
+from selfspec.serve.answers import ChatAnswer
 from selfspec.serve.bodies import read
 from selfspec.serve.errors import ApiError, add_handlers, api_error
-from selfspec.serve.gate import REQUEST_ID, Gate
+from selfspec.serve.gate import REQUEST_ID, Gate, Tally
+from selfspec.serve.messages import CountRequest, MessagesRequest
+from selfspec.serve.messages_answer import MessagesAnswer
 from selfspec.serve.new_drafters import prepare_drafter
 from selfspec.serve.protocol import ChatRequest, CompletionRequest, HeadRequest
-from selfspec.serve.service import Service
-from selfspec.serve.streams import Events, EventStream, collect, lines, while_connected
-
-Form = TypeVar("Form", ChatRequest, CompletionRequest)
-# What a client wants and what `Service.chat` and `Service.complete` make of it.
-Prepared = tuple[Form, Answer, Events, Callable[[Completion], None]]
+from selfspec.serve.responses import ResponsesRequest
+from selfspec.serve.responses_answer import ResponsesAnswer
+from selfspec.serve.service import Service, Submitted
+from selfspec.serve.streams import EventStream, collect, lines, while_connected
 
 
 def create_app(service: Service) -> FastAPI:
@@ -50,28 +50,54 @@ def create_app(service: Service) -> FastAPI:
     async def chat(http: Request) -> Response:
         raw = await read(http, service.limits.max_body_bytes)
 
-        async def prepare() -> Prepared[ChatRequest]:
+        async def prepare() -> tuple[bool, Submitted]:
             body = await service.parse(raw, ChatRequest)
-            return body, *await service.chat(body, f"chatcmpl-{uuid.uuid4().hex}", len(raw))
+            new_answer = partial(ChatAnswer, options=body.stream_options)
+            return bool(body.stream), await service.chat(body, _new_id("chatcmpl-"), len(raw), new_answer)
 
-        prepared = await service.while_wanted(http.receive, prepare())
-        if prepared is None:
-            return _nobody()
-        return await _respond(http, *prepared, use_logprobs=bool(prepared[0].logprobs))
+        return await _respond(http, service, prepare())
 
     @app.post("/v1/completions")
     async def complete(http: Request) -> Response:
         raw = await read(http, service.limits.max_body_bytes)
 
-        async def prepare() -> Prepared[CompletionRequest]:
+        async def prepare() -> tuple[bool, Submitted]:
             body = await service.parse(raw, CompletionRequest)
-            return body, *await service.complete(body, f"cmpl-{uuid.uuid4().hex}")
+            return bool(body.stream), await service.complete(body, _new_id("cmpl-"))
 
-        prepared = await service.while_wanted(http.receive, prepare())
-        if prepared is None:
-            return _nobody()
-        body = prepared[0]
-        return await _respond(http, *prepared, num_prompts=len(body.prompts), use_logprobs=body.logprobs is not None)
+        return await _respond(http, service, prepare())
+
+    @app.post("/v1/responses")
+    async def respond(http: Request) -> Response:
+        raw = await read(http, service.limits.max_body_bytes)
+
+        async def prepare() -> tuple[bool, Submitted]:
+            asked, body = await service.parse_as_chat(raw, ResponsesRequest)
+            new_answer = partial(ResponsesAnswer, asked=asked)
+            return bool(body.stream), await service.chat(body, _new_id("resp_"), len(raw), new_answer)
+
+        return await _respond(http, service, prepare())
+
+    @app.post("/v1/messages")
+    async def create_message(http: Request) -> Response:
+        raw = await read(http, service.limits.max_body_bytes)
+
+        async def prepare() -> tuple[bool, Submitted]:
+            _, body = await service.parse_as_chat(raw, MessagesRequest)
+            return bool(body.stream), await service.chat(body, _new_id("msg_"), len(raw), MessagesAnswer)
+
+        return await _respond(http, service, prepare())
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(http: Request) -> Response:
+        raw = await read(http, service.limits.max_body_bytes)
+
+        async def count() -> int:
+            _, body = await service.parse_as_chat(raw, CountRequest)
+            return len(await service.encode(body, len(raw)))
+
+        number = await service.while_wanted(http.receive, count())
+        return _nobody() if number is None else JSONResponse({"input_tokens": number})
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -130,40 +156,32 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-async def _respond(
-    http: Request,
-    body: ChatRequest | CompletionRequest,
-    answer: Answer,
-    events: Events,
-    on_completion: Callable[[Completion], None],
-    *,
-    num_prompts: int = 1,
-    use_logprobs: bool,
-) -> Response:
-    def count(completion: Completion) -> None:
-        http.state.tokens.add(completion)
-        on_completion(completion)
+def _new_id(prefix: str) -> str:
+    return prefix + uuid.uuid4().hex
 
-    if body.stream:
-        return EventStream(
-            lines(
-                answer,
-                events,
-                count,
-                num_prompts=num_prompts,
-                wants_usage=body.wants_usage,
-                wants_running_usage=body.wants_running_usage,
-                use_logprobs=use_logprobs,
-            ),
-            events,
-        )
+
+async def _respond(http: Request, service: Service, preparing: Coroutine[Any, Any, tuple[bool, Submitted]]) -> Response:
+    """The answer to a call, as a stream or whole, once it is prepared."""
+    prepared = await service.while_wanted(http.receive, preparing)
+    if prepared is None:
+        return _nobody()
+    is_stream, call = prepared
+    tally: Tally = http.state.tally
+    tally.events = call.events
+
+    def count(completion: Completion) -> None:
+        tally.add(completion)
+        call.log(completion)
+
+    if is_stream:
+        return EventStream(lines(call.answer, call.events, count), call.events)
     try:
-        completions = await while_connected(http.receive, collect(events, count))
+        completions = await while_connected(http.receive, collect(call.events, count))
     except Exception as error:
         raise api_error(error) from error
     finally:
-        events.close()
-    return _nobody() if completions is None else JSONResponse(answer.whole(completions))
+        call.events.close()
+    return _nobody() if completions is None else JSONResponse(call.answer.whole(completions))
 
 
 def _nobody() -> Response:

@@ -13,13 +13,19 @@ from email.message import Message
 from typing import Any, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from selfspec.serve.errors import NOT_AN_OBJECT, ApiError, invalid
+from selfspec.serve.errors import ApiError, field_of, invalid
 from selfspec.serve.limits import BODY_SECONDS, Limits
+from selfspec.serve.messages import CountRequest
+from selfspec.serve.protocol import ChatRequest, ProtocolObject
+from selfspec.serve.responses import ResponsesRequest
 
-Form = TypeVar("Form", bound=BaseModel)
+Form = TypeVar("Form", bound=ProtocolObject)
+# A request of another API, which is a chat in other words.
+Translated = TypeVar("Translated", bound=ResponsesRequest | CountRequest)
 
+JSON_HEADER = "Content-Type: application/json"
 # A string, or a character after which a value may begin.
 STRING_OR_BEGINNING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[,\[{]', re.DOTALL)
 
@@ -31,8 +37,11 @@ async def read(http: Request, max_bytes: int) -> bytes:
         ApiError: it is larger than allowed, takes too long, or is not called JSON.
         starlette.requests.ClientDisconnect: the client went before its end.
     """
-    if not _is_json(http.headers.get("content-type", "")):
-        raise ApiError(400, NOT_AN_OBJECT)
+    kind = http.headers.get("content-type", "")
+    if not _is_json(kind):
+        raise ApiError(
+            400, f"the body is sent as {kind or 'nothing in particular'}: send JSON, with `{JSON_HEADER}` (curl: -H)"
+        )
     told = http.headers.get("content-length", "")
     if told.isdecimal() and int(told) > max_bytes:
         raise _too_large(max_bytes)
@@ -62,13 +71,30 @@ def parse(raw: bytes, form: type[Form], limits: Limits) -> Form:
         content = json.loads(raw.decode("utf-8-sig"))
         return form.model_validate(content, context=limits)
     except ValidationError as error:
-        raise invalid(error.errors(include_url=False)[0], content) from error
+        raise invalid(error.errors(include_url=False)[0], content, form) from error
     except json.JSONDecodeError as error:
         raise ApiError(400, f"the body is not JSON ({error.msg}): send one object") from error
     except (ValueError, RecursionError) as error:
         # Not UTF-8, a number of thousands of digits, or brackets without end.
         message = "the body cannot be read as JSON: send one object in UTF-8 that is not nested too deeply"
         raise ApiError(400, message) from error
+
+
+def parse_as_chat(raw: bytes, form: type[Translated], limits: Limits) -> tuple[Translated, ChatRequest]:
+    """Validate a body of another API, and make a chat of it. Not for the event loop.
+
+    Raises:
+        ApiError: what is wrong first. Of a chat's own rules it is told in a chat's names (see `ApiError.renamed`).
+    """
+    body = parse(raw, form, limits)
+    content = None
+    try:
+        content = body.chat()
+        return body, ChatRequest.model_validate(content, context=limits)
+    except ValidationError as error:
+        raise invalid(error.errors(include_url=False)[0], content, ChatRequest) from error
+    except ValueError as error:
+        raise ApiError(400, str(error), param=field_of(str(error), form.model_fields)) from error
 
 
 def has_more_values(raw: bytes, limit: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from selfspec.serve.parts import PartParser
+from selfspec.serve.parts import CONTENT, REASONING, PartParser
 from selfspec.serve.tool_calls import call_of
 
 # Precedes a tool's name in a header.
@@ -32,7 +32,7 @@ class ChannelParser(PartParser):
         # The prompt ends within a header.
         self._header: str | None = ""
         self._opening = ""
-        self._place = "content"
+        self._place = CONTENT
         self._spoken: set[str] = set()
         self._body: list[str] = []
 
@@ -53,10 +53,8 @@ class ChannelParser(PartParser):
     def _say(self, text: str) -> None:
         if self._place == "calls":
             self._body.append(text)
-        elif self._place == "reasoning":
-            self._parts.reasoning += text
         else:
-            self._parts.content += text
+            self._parts.say(self._place, text)
 
     def _turn(self, mark: str) -> None:
         if mark == self.TEXT and self._header is not None:
@@ -64,7 +62,7 @@ class ChannelParser(PartParser):
             if self._has_calls and RECIPIENT in self._header:
                 self._place, self._opening, self._body = "calls", self._header + mark, []
             else:
-                self._place = "reasoning" if channel.startswith("analysis") and self._has_reasoning else "content"
+                self._place = REASONING if channel.startswith("analysis") and self._has_reasoning else CONTENT
                 # A message begins a line.
                 self._say("\n" if self._place in self._spoken else "")
                 self._spoken.add(self._place)
@@ -79,7 +77,7 @@ class ChannelParser(PartParser):
 
     def _open_content(self) -> None:
         """What looked like a header is an answer without one."""
-        header, self._header, self._place = self._header or "", None, "content"
+        header, self._header, self._place = self._header or "", None, CONTENT
         self._say(header)
 
     def _close(self, mark: str) -> None:
@@ -88,10 +86,10 @@ class ChannelParser(PartParser):
         body = "".join(self._body)
         name = re.match(r"[\w.-]+", self._opening.partition(RECIPIENT)[2])
         try:
-            self._parts.calls.append(call_of(name and name[0], body))
+            self._parts.pieces.append(call_of(name and name[0], body))
         except (ValueError, RecursionError):
-            self._parts.content += self._opening + body + mark
-        self._place = "content"
+            self._parts.say(CONTENT, self._opening + body + mark)
+        self._place = CONTENT
 
     def _end(self) -> None:
         if self._header is None:

@@ -1,9 +1,12 @@
-"""Errors in the form of OpenAI's API: a status that says whose fault it is, and one sentence that says what to do."""
+"""Errors as each API has them: a status that says whose fault it is, and one sentence that says what to do.
+
+Requests of other APIs are translated into chats. A chat's error names the field that the client wrote.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,12 +15,26 @@ from starlette.exceptions import HTTPException
 
 from selfspec.engine import EngineClosed, EngineFull
 from selfspec.failures import describe
-from selfspec.serve.protocol import FORMS, ChatRequest, CompletionRequest, HeadRequest
+from selfspec.serve.messages import MessagesRequest
+from selfspec.serve.protocol import FORMS, ChatRequest, CompletionRequest, HeadRequest, ProtocolObject
+from selfspec.serve.responses import ResponsesRequest
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+# What Anthropic's API calls errors; other statuses of the client's fault are invalid requests.
+MESSAGES_TYPES = {
+    **TYPES,
+    408: "timeout_error",
+    413: "request_too_large",
+    500: "api_error",
+    501: "api_error",
+    503: "overloaded_error",
+}
 NOT_AN_OBJECT = "the body is not a JSON object: send one, with `Content-Type: application/json`"
 UNKNOWN_FIELD = "is not a field of this request: check its spelling or leave it out"
-ROUTES = "/v1/chat/completions, /v1/completions, /v1/models, /v1/heads, /health and /metrics"
+ROUTES = (
+    "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens, /v1/models, /v1/heads, "
+    "/health and /metrics"
+)
 FIELDS = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *HeadRequest.model_fields}
 # A message that quotes a long value keeps this many characters of its beginning, and of its end, where the remedy is.
 MAX_BEGINNING, MAX_END = 300, 200
@@ -47,12 +64,37 @@ class ApiError(Exception):
         self.code = code
         self.headers = headers
 
-    def body(self) -> dict[str, Any]:
-        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+    @property
+    def kind(self) -> str:
+        return TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), self.status, self.headers)
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """The same error in another API's names for a chat's fields."""
+        found = sorted(
+            (name for name in names if re.match(rf"{name}\b", self.message) or "_" in name), key=len, reverse=True
+        )
+        message = self.message
+        if found:
+            message = re.sub(rf"\b({'|'.join(found)})\b", lambda match: names[match[1]], message)
+        param = names.get(self.param or "", self.param)
+        return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def messages_body(self) -> dict[str, Any]:
+        """In the form of Anthropic's API."""
+        kind = MESSAGES_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str) -> JSONResponse:
+        """The answer to a request for a path, as the path's API has it."""
+        error, body = self, ApiError.body
+        if path.startswith("/v1/messages"):
+            error, body = self.renamed(MessagesRequest.NAMES), ApiError.messages_body
+        elif path.startswith("/v1/responses"):
+            error = self.renamed(ResponsesRequest.NAMES)
+        return JSONResponse(body(error), error.status, error.headers)
 
 
 def unavailable(message: str, retry_seconds: int = 1) -> ApiError:
@@ -60,10 +102,10 @@ def unavailable(message: str, retry_seconds: int = 1) -> ApiError:
     return ApiError(503, message, code="unavailable", headers={"Retry-After": str(retry_seconds)})
 
 
-def field_of(message: str) -> str | None:
+def field_of(message: str, fields: Collection[str] = FIELDS) -> str | None:
     """The field that a message begins with, as in `seed=1.5 is not allowed`."""
     name = re.match(r"\w*", message)
-    return name[0] if name and name[0] in FIELDS else None
+    return name[0] if name and name[0] in fields else None
 
 
 def api_error(error: Exception) -> ApiError:
@@ -89,7 +131,7 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def of_ours(request: Request, error: ApiError) -> JSONResponse:
-        return error.response()
+        return error.response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def of_framework(request: Request, error: HTTPException) -> JSONResponse:
@@ -99,21 +141,21 @@ def add_handlers(app: FastAPI) -> None:
             message = f"{place} is not served: the routes are {ROUTES}"
         elif error.status_code == 405:
             message = f"{place} is not allowed: use {(error.headers or {}).get('Allow', 'another method')}"
-        return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
+        return ApiError(error.status_code, message, headers=dict(error.headers or {})).response(request.url.path)
 
     @app.exception_handler(Exception)
     async def of_nobody(request: Request, error: Exception) -> JSONResponse:
-        return api_error(error).response()
+        return api_error(error).response(request.url.path)
 
 
-def invalid(first: Mapping[str, Any], body: Any) -> ApiError:
-    """What is wrong with a request's body, from the first of pydantic's errors."""
+def invalid(first: Mapping[str, Any], body: Any, form: type[ProtocolObject]) -> ApiError:
+    """What is wrong with a request's body, from the first of pydantic's errors about its form."""
     kind, message = first["type"], first["msg"].removeprefix("Value error, ")
     if kind == "invalid_key":
         return ApiError(400, "a field's name is not valid Unicode: send names without halves of surrogate pairs")
     if not first["loc"]:
         if kind == "value_error":
-            return ApiError(400, message, param=field_of(message))
+            return ApiError(400, message, param=field_of(message, {*form.model_fields, *form.REFUSED}))
         return ApiError(400, NOT_AN_OBJECT)
     place = _place(first["loc"], body)
     if kind == "missing":

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from selfspec.api import Completion
 from selfspec.serve.errors import ApiError
+from selfspec.serve.streams import Events
 
 logger = logging.getLogger(__name__)
 
@@ -24,17 +25,35 @@ MAX_LOGGED_PATH = 200
 PROBES = ("/health", "/metrics")
 
 
-class TokenCount:
-    """The tokens of one request, for the line that the log has of it."""
+class Tally:
+    """What one request came to, for the line that the log has of it.
+
+    Attributes:
+        events: the request's, once the engine has it.
+    """
 
     def __init__(self) -> None:
-        self.num_prompt = 0
-        self.num_answer = 0
+        self.events: Events | None = None
+        self._began = time.perf_counter()
+        self._num_prompt = self._num_answer = self._num_passes = 0
+        self._seconds = 0.0
 
     def add(self, completion: Completion) -> None:
         # The samples of one prompt share it.
-        self.num_prompt += completion.num_prompt_tokens if completion.sample_index == 0 else 0
-        self.num_answer += len(completion.token_ids)
+        self._num_prompt += completion.num_prompt_tokens if completion.sample_index == 0 else 0
+        self._num_answer += len(completion.token_ids)
+        self._num_passes += completion.num_target_passes
+        # Samples are written side by side.
+        self._seconds = max(self._seconds, completion.seconds)
+
+    def __str__(self) -> str:
+        facts = [f"in {1000 * (time.perf_counter() - self._began):.0f} ms"]
+        if self.events is not None and self.events.first_at is not None:
+            facts.append(f"first token after {1000 * (self.events.first_at - self._began):.0f} ms")
+        if self._num_answer:
+            facts.append(f"{self._num_answer / self._seconds:.1f} tokens/s")
+            facts.append(f"acceptance length {self._num_answer / self._num_passes:.2f}")
+        return ", ".join([*facts, f"{self._num_prompt}+{self._num_answer} tokens"])
 
 
 class Gate:
@@ -59,8 +78,7 @@ class Gate:
         if not (0 < len(request_id) <= 128 and request_id.isascii() and request_id.isprintable()):
             request_id = f"req-{uuid.uuid4().hex}"
         status = 0
-        began = time.perf_counter()
-        tokens = scope.setdefault("state", {})["tokens"] = TokenCount()
+        tally = scope.setdefault("state", {})["tally"] = Tally()
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -71,16 +89,14 @@ class Gate:
 
         try:
             refusal = self._refusal(scope["path"], headers)
-            await (refusal.response() if refusal else self._app)(scope, receive, send_with_id)
+            await (refusal.response(scope["path"]) if refusal else self._app)(scope, receive, send_with_id)
         finally:
             # What the client wrote is not trusted to fit into a line, so the path is the one that is still encoded.
             path = scope.get("raw_path", b"").decode("latin-1").encode("unicode_escape").decode()[:MAX_LOGGED_PATH]
-            milliseconds = 1000 * (time.perf_counter() - began)
-            counts = f"{tokens.num_prompt}+{tokens.num_answer} tokens"
             # An error that nobody foresaw is answered by the layer above this one.
-            outcome = (scope["method"], path, status or 500, milliseconds, counts, request_id)
+            outcome = (scope["method"], path, status or 500, tally, request_id)
             is_probe = scope["path"] in PROBES and status != 403
-            logger.log(logging.DEBUG if is_probe else logging.INFO, "%s %s %d in %.0f ms, %s, %s", *outcome)
+            logger.log(logging.DEBUG if is_probe else logging.INFO, "%s %s %d %s, %s", *outcome)
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
         if not self._is_for_us(headers.get("host", "")):

@@ -16,13 +16,45 @@ from typing import Any
 from selfspec.serve.tool_calls import Call, ToolFormat
 
 
+REASONING, CONTENT = "reasoning", "content"
+
+
+@dataclass
+class Said:
+    """A stretch of text of one kind: reasoning or content."""
+
+    kind: str
+    text: str
+
+
 @dataclass
 class Parts:
-    """What a piece of text adds to an answer."""
+    """What a piece of text adds to an answer, in its order. Two neighbours are never texts of one kind."""
 
-    reasoning: str = ""
-    content: str = ""
-    calls: list[Call] = field(default_factory=list)
+    pieces: list[Said | Call] = field(default_factory=list)
+
+    def say(self, kind: str, text: str) -> None:
+        """Add text; none at all adds nothing."""
+        last = self.pieces[-1] if self.pieces else None
+        if isinstance(last, Said) and last.kind == kind:
+            last.text += text
+        elif text:
+            self.pieces.append(Said(kind, text))
+
+    @property
+    def reasoning(self) -> str:
+        return self._text(REASONING)
+
+    @property
+    def content(self) -> str:
+        return self._text(CONTENT)
+
+    @property
+    def calls(self) -> list[Call]:
+        return [piece for piece in self.pieces if isinstance(piece, Call)]
+
+    def _text(self, kind: str) -> str:
+        return "".join(piece.text for piece in self.pieces if isinstance(piece, Said) and piece.kind == kind)
 
 
 class PartParser(ABC):
@@ -123,9 +155,9 @@ class TagParser(PartParser):
         self._tools: Sequence[dict[str, Any]] = tools[1] if tools else ()
         own = {*(tags or ()), *((self._format.opening, self._format.closing) if self._format else ())}
         super().__init__([text for text in hidden if text not in own])
-        self._place = "reasoning" if tags and is_open else "content"
+        self._place = REASONING if tags and is_open else CONTENT
         # Whether white space that comes next is beside a mark.
-        self._is_after_mark = self._place == "reasoning"
+        self._is_after_mark = self._place == REASONING
         self._has_content = False
         self._space: list[str] = []
         self._opening = ""
@@ -133,7 +165,7 @@ class TagParser(PartParser):
 
     @property
     def _current_marks(self) -> tuple[str, ...]:
-        if self._place == "reasoning":
+        if self._place == REASONING:
             assert self._tags is not None
             return self._tags
         if self._place == "calls":
@@ -152,7 +184,7 @@ class TagParser(PartParser):
             self._space.append(text)
             return
         self._is_after_mark = False
-        if self._place == "content":
+        if self._place == CONTENT:
             if self._format and self._format.is_bare and not self._has_content and solid.lstrip().startswith("{"):
                 self._place, self._opening, self._body = "calls", "", [text]
                 return
@@ -161,10 +193,7 @@ class TagParser(PartParser):
         self._space = [text[len(solid) :]]
 
     def _say(self, text: str) -> None:
-        if self._place == "reasoning":
-            self._parts.reasoning += text
-        else:
-            self._parts.content += text
+        self._parts.say(REASONING if self._place == REASONING else CONTENT, text)
 
     def _turn(self, mark: str) -> None:
         if self._place == "calls" and self._format is not None and mark == self._format.closing:
@@ -177,28 +206,28 @@ class TagParser(PartParser):
         elif self._tags is None or mark == self._tags[0]:
             self._open_reasoning(mark)
         else:
-            self._place = "content"
+            self._place = CONTENT
             self._start_afresh()
 
     def _open_reasoning(self, tag: str) -> None:
-        if self._place == "content" and not self._has_content:
-            self._place = "reasoning"
+        if self._place == CONTENT and not self._has_content:
+            self._place = REASONING
             self._start_afresh()
         # Some models repeat the tag that the prompt ends with.
-        elif self._place == "content" or not self._is_after_mark:
+        elif self._place == CONTENT or not self._is_after_mark:
             self._add(tag)
 
     def _close_calls(self, closing: str) -> None:
         assert self._format is not None
         body = "".join(self._body)
         calls = self._format.calls(body, self._tools)
-        self._place, self._body, self._has_content = "content", [], True
+        self._place, self._body, self._has_content = CONTENT, [], True
         if calls is None:
             self._is_after_mark = False
             self._say("".join(self._space) + self._opening + body + closing)
             self._space = []
         else:
-            self._parts.calls += calls
+            self._parts.pieces += calls
             self._start_afresh()
 
     def _start_afresh(self) -> None:

@@ -1,13 +1,13 @@
 """What clients may ask for: OpenAI's fields, and the ones that vLLM's clients add.
 
-A field that would change the answer and is not served is refused, never ignored. The fields in `_Ignored` change no answer.
+A field that would change the answer and is not served is refused, never ignored. The fields in `Ignored` change no answer.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
     AfterValidator,
@@ -46,6 +46,8 @@ FORMS = {
     "stop": f"give a string, or a list of at most {MAX_STOPS} strings, each of at most {MAX_STOP_LENGTH} characters",
     "tool_choice": 'give \'none\' or \'auto\', \'required\', or {"type": "function", "function": {"name": ...}}',
     "content": 'give text, or a list of parts such as {"type": "text", "text": "..."}',
+    "input": 'give text, or a list of items such as {"role": "user", "content": "..."}',
+    "system": 'give text, or a list of blocks such as {"type": "text", "text": "..."}',
 }
 
 
@@ -103,7 +105,7 @@ def _check_name(name: str) -> str:
     return name
 
 
-def _at_most(limit: int) -> BeforeValidator:
+def at_most(limit: int) -> BeforeValidator:
     """Refuse a longer list or object before anything in it is looked at."""
 
     def check(value: Any) -> Any:
@@ -124,20 +126,32 @@ StopString = Annotated[Text, AfterValidator(_check_stop)]
 FormText = Annotated[str, Field(min_length=1, max_length=MAX_FORM_LENGTH)]
 
 
-class _Object(BaseModel):
-    """An object of the protocol. It has few fields: pydantic would make an error of each one that is unknown."""
+class ProtocolObject(BaseModel):
+    """An object of the protocol. It has few fields: pydantic would make an error of each one that is unknown.
+
+    Attributes:
+        REFUSED: fields that other servers know: the values that ask for nothing, and why others are refused.
+    """
 
     model_config = STRICT
+    REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _check_size(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+    def _check_names(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if len(value) > MAX_FIELDS:
             raise ValueError(f"this object has {len(value)} fields: send at most {MAX_FIELDS}")
-        return value
+        for name in cls.REFUSED.keys() & value:
+            harmless, reason = cls.REFUSED[name]
+            given = value[name]
+            if given is not None and not any(type(given) is type(each) and given == each for each in harmless):
+                raise ValueError(f"{name} is not served here, because {reason}")
+        return {name: each for name, each in value.items() if name not in cls.REFUSED} if cls.REFUSED else value
 
 
-class StreamOptions(_Object):
+class StreamOptions(ProtocolObject):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
     include_obfuscation: bool | None = None
@@ -149,14 +163,14 @@ class StreamOptions(_Object):
         return self
 
 
-class JsonSchema(_Object):
+class JsonSchema(ProtocolObject):
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
     schema_: Annotated[Object, Field(alias="schema")]
 
 
-class ResponseFormat(_Object):
+class ResponseFormat(ProtocolObject):
     """The form of an answer: OpenAI's kinds, and a regular expression or a grammar in Lark's notation."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
@@ -174,7 +188,7 @@ class ResponseFormat(_Object):
         return self
 
 
-class _Ignored(_Object):
+class Ignored(ProtocolObject):
     """Fields that other servers keep records by."""
 
     user: str | None = None
@@ -185,7 +199,7 @@ class _Ignored(_Object):
     prompt_cache_key: str | None = None
 
 
-class _Request(_Ignored):
+class _Request(Ignored):
     """What chat and completions share. None, which is JSON's null, means that the field is left out."""
 
     model: str
@@ -203,10 +217,10 @@ class _Request(_Ignored):
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = 0.0
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = 0.0
     repetition_penalty: Annotated[Number, Field(gt=0)] | None = 1.0
-    logit_bias: Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], _at_most(MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], at_most(MAX_BIASES)] | None = None
     seed: int | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS), FIRST_ERROR] | None = None
-    stop_token_ids: Annotated[list[int], FIRST_ERROR, _at_most(MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[int], FIRST_ERROR, at_most(MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
     response_format: ResponseFormat | None = None
@@ -271,13 +285,13 @@ class _Request(_Ignored):
         )
 
 
-class Message(_Object):
+class Message(ProtocolObject):
     """One turn. Other fields are passed on as they are, because a chat template may read them."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | Annotated[list[Object], FIRST_ERROR], _at_most(MAX_PARTS)] | None = None
+    content: Annotated[str | Annotated[list[Object], FIRST_ERROR], at_most(MAX_PARTS)] | None = None
 
     @field_validator("content")
     @classmethod
@@ -322,13 +336,17 @@ class NamedTool(BaseModel):
 class ChatRequest(_Request):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1), FIRST_ERROR, _at_most(MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1), FIRST_ERROR, at_most(MAX_MESSAGES)]
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = 0
-    tools: Annotated[list[Object], FIRST_ERROR, _at_most(MAX_TOOLS)] | None = None
+    tools: Annotated[list[Object], FIRST_ERROR, at_most(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Object | None = None
+
+    def for_template(self) -> list[dict[str, Any]]:
+        """The messages as chat templates know them."""
+        return [message.for_template() for message in self.messages]
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
@@ -386,7 +404,7 @@ class CompletionRequest(_Request):
         return cast("Sequence[str | list[int]]", [prompt] if is_one else prompt)
 
 
-class HeadRequest(_Object):
+class HeadRequest(ProtocolObject):
     """POST /v1/heads: a drafter as the command line names it, and the name that requests use."""
 
     drafter: str

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
 from selfspec.api import encode
 from selfspec.config import SamplingParams
 from selfspec.loop.sampling import Grammar
@@ -51,11 +49,9 @@ def refusal(error: ValueError, param: str) -> ApiError:
     return ApiError(400, str(error), param=param, code=TOO_LONG if isinstance(error, PromptTooLong) else None)
 
 
-def encode_chat(
-    target: TextSide, messages: list[dict[str, Any]], body: ChatRequest, literal: LiteralText | None
-) -> list[int]:
+def encode_chat(target: TextSide, body: ChatRequest, literal: LiteralText | None) -> list[int]:
     """The prompt's token ids. `literal` reads control tokens in the messages as text."""
-    tools, arguments = body.offered_tools or None, body.chat_template_kwargs or {}
+    messages, tools, arguments = body.for_template(), body.offered_tools or None, body.chat_template_kwargs or {}
     try:
         check_arguments(target.tokenizer, arguments)
         token_ids = target.encode(messages, tools=tools, chat_template_kwargs=arguments, literal=literal)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel
 from starlette.types import Message
 
 from selfspec.api import Completion
@@ -19,16 +19,18 @@ from selfspec.loop.sequence import Request
 from selfspec.model.chat import LiteralText
 from selfspec.model.target import Target
 from selfspec.model.text_side import TextSide
-from selfspec.serve.answers import Answer, ChatAnswer, CompletionAnswer
-from selfspec.serve.bodies import parse
+from selfspec.serve.answers import Answer, CompletionAnswer, message_of, take_apart
+from selfspec.serve.bodies import Form, Translated, parse, parse_as_chat
 from selfspec.serve.engines import make_engine
 from selfspec.serve.errors import ApiError, api_error, field_of, unavailable
 from selfspec.serve.forced_calls import forced_grammar
 from selfspec.serve.forms import grammar_compiler
 from selfspec.serve.lanes import Lanes
 from selfspec.serve.limits import Limits
+from selfspec.serve.messages import CountRequest
 from selfspec.serve.metrics import Metrics
 from selfspec.serve.options import ServeOptions
+from selfspec.serve.parts import PartParser
 from selfspec.serve.protocol import ChatRequest, CompletionRequest, NamedTool, ResponseFormat
 from selfspec.serve.requests import TOO_LONG, encode_chat, encode_prompt, refusal, requests_of, sampling_of
 from selfspec.serve.streams import Doorbells, Events, while_connected
@@ -42,8 +44,21 @@ if TYPE_CHECKING:
 # OpenAI's default for completions; a chat may go on to the end of the context.
 DEFAULT_MAX_TOKENS = 16
 
-Form = TypeVar("Form", bound=BaseModel)
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A call that the engine works on.
+
+    Attributes:
+        answer: the form of its answer.
+        log: is to be called with each completion.
+    """
+
+    answer: Answer
+    events: Events
+    log: Callable[[Completion], None]
 
 
 class Service:
@@ -154,23 +169,25 @@ class Service:
             self.metrics.failed(is_cancelled=True)
         return result
 
-    async def chat(
-        self, body: ChatRequest, answer_id: str, num_bytes: int
-    ) -> tuple[Answer, Events, Callable[[Completion], None]]:
+    async def parse_as_chat(self, raw: bytes, form: type[Translated]) -> tuple[Translated, ChatRequest]:
+        """The body of a request of another API and the chat that it is, validated in a lane."""
+        body, chat = await self._lanes.run(len(raw), parse_as_chat, raw, form, self.limits)
+        if isinstance(body, CountRequest) and body.forbids_thinking and self._syntax and self._syntax.reasoning_format:
+            message = "thinking cannot be disabled here: set chat_template_kwargs, if the model's chat template has a switch"
+            raise ApiError(400, message, param="thinking")
+        return body, chat
+
+    async def chat(self, body: ChatRequest, answer_id: str, num_bytes: int, new_answer: Callable[..., Answer]) -> Submitted:
         """Submit a chat request.
 
         Args:
             num_bytes: the size of its body, which bounds what its template and its tokens cost.
-
-        Returns:
-            The form of its answer, its events, and a function to call with each completion.
+            new_answer: makes the form of its answer.
         """
         target = self._target(body.model)
         sampling = sampling_of(body, target, target.context_length, use_logprobs=bool(body.logprobs))
-        self._check_length(sum(len(message.content or "") for message in body.messages), "a text", "messages")
         self._check_room(sampling.n, body.drafter)
-        messages = [message.for_template() for message in body.messages]
-        prompt = await self._lanes.run(num_bytes, encode_chat, target, messages, body, self._literal)
+        prompt = await self.encode(body, num_bytes)
         begin_grammar = await self._grammar(body, prompt)
         syntax, tools = self._syntax, body.offered_tools
         assert syntax is not None
@@ -181,24 +198,28 @@ class Service:
             sampling = sampling.with_(skip_special_tokens=False)
         requests = requests_of([prompt], sampling, body.top_logprobs or 0, begin_grammar)
 
-        form = ChatAnswer(
-            answer_id,
-            self.name,
-            target.tokenizer,
-            sampling.n,
-            self._drafter_name(body.drafter),
-            requests,
-            new_parser=lambda: syntax.parser(tools, is_open=is_open, is_hiding=is_hiding),
-        )
+        def new_parser() -> PartParser | None:
+            return syntax.parser(tools, is_open=is_open, is_hiding=is_hiding)
+
+        drafter = self._drafter_name(body.drafter)
+        given = (answer_id, self.name, target.tokenizer, sampling.n, drafter, requests)
+        answer = new_answer(*given, new_parser=new_parser)
 
         def log(completion: Completion) -> None:
             if self.traffic_log is not None:
-                self.traffic_log.add_chat(answer_id, body, messages, form.message(completion), completion, form.drafter)
+                said = message_of(take_apart(new_parser(), completion.text, is_last=True))
+                self.traffic_log.add_chat(answer_id, body, body.for_template(), said, completion, drafter)
 
-        return form, self._submit(requests, body.drafter, prompt_field="messages"), log
+        return Submitted(answer, self._submit(requests, body.drafter, prompt_field="messages"), log)
 
-    async def complete(self, body: CompletionRequest, answer_id: str) -> tuple[Answer, Events, Callable[[Completion], None]]:
-        """Submit a completion request; returns the same as `chat`."""
+    async def encode(self, body: ChatRequest, num_bytes: int) -> list[int]:
+        """The token ids of a chat's prompt."""
+        target = self._target(body.model)
+        self._check_length(sum(len(message.content or "") for message in body.messages), "a text", "messages")
+        return await self._lanes.run(num_bytes, encode_chat, target, body, self._literal)
+
+    async def complete(self, body: CompletionRequest, answer_id: str) -> Submitted:
+        """Submit a completion request."""
         target = self._target(body.model)
         sampling = sampling_of(body, target, DEFAULT_MAX_TOKENS, use_logprobs=body.logprobs is not None)
         if not body.prompts:
@@ -216,13 +237,14 @@ class Service:
         requests = requests_of(prompts, sampling, body.logprobs or 0, begin_grammar)
 
         drafter = self._drafter_name(body.drafter)
-        form = CompletionAnswer(answer_id, self.name, target.tokenizer, sampling.n, drafter, requests)
+        given = (answer_id, self.name, target.tokenizer, sampling.n, drafter, requests)
+        answer = CompletionAnswer(*given, options=body.stream_options)
 
         def log(completion: Completion) -> None:
             if self.traffic_log is not None:
                 self.traffic_log.add_completion(answer_id, body, completion, drafter)
 
-        return form, self._submit(requests, body.drafter, prompt_field="prompt"), log
+        return Submitted(answer, self._submit(requests, body.drafter, prompt_field="prompt"), log)
 
     def _target(self, model: str) -> TextSide:
         self.check_model(model)

@@ -6,6 +6,7 @@ Invariant: whoever is behind gets what has gathered at once, so a slow loop or a
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from selfspec.api import Completion
 from selfspec.engine import Event, Intake
 from selfspec.loop.sequence import Request
-from selfspec.serve.answers import JSON, Answer, running_usage, to_json, usage
+from selfspec.serve.answers import Answer
 from selfspec.serve.errors import api_error
 
 
@@ -67,6 +68,8 @@ class Events:
         self._news: deque[Event] = deque()
         self._arrival: asyncio.Future[None] | None = None
         self._num_left = len(requests)
+        # When the first of them came.
+        self.first_at: float | None = None
 
         def put(event: Event) -> None:
             self._news.append(event)
@@ -84,6 +87,7 @@ class Events:
             error = None
             while self._news and error is None:
                 event = self._news.popleft().with_text()
+                self.first_at = self.first_at or time.perf_counter()
                 self._num_left -= event.is_last
                 error = event.error
                 if error is None:
@@ -116,49 +120,20 @@ async def collect(events: Events, on_completion: Callable[[Completion], None]) -
     return completions
 
 
-async def lines(
-    answer: Answer,
-    events: Events,
-    on_completion: Callable[[Completion], None],
-    *,
-    num_prompts: int,
-    wants_usage: bool,
-    wants_running_usage: bool,
-    use_logprobs: bool,
-) -> AsyncIterator[bytes]:
+async def lines(answer: Answer, events: Events, on_completion: Callable[[Completion], None]) -> AsyncIterator[bytes]:
     """A stream's server-sent events, those of a batch at once. An error in the middle is an event of its own, the last."""
-    completions = []
-    # If usage is asked for, OpenAI's chunks have an empty one until the last.
-    more: JSON = {"usage": None} if wants_usage else {}
-    # For each choice, its tokens and passes so far.
-    running: dict[int, tuple[int, int]] = {}
     try:
-        for choice in answer.first_choices(num_prompts):
-            yield answer.line([choice], **more)
+        if opening := answer.begin():
+            yield opening
         async for batch in events.batches():
-            parts = []
             for event in batch:
                 if event.completion is not None:
                     on_completion(event.completion)
-                    completions.append(event.completion)
-                if wants_running_usage:
-                    index = answer.choice_index(event.request)
-                    num_tokens, num_passes = running.get(index, (0, 0))
-                    num_tokens, num_passes = num_tokens + len(event.token_ids), num_passes + 1
-                    running[index] = num_tokens, num_passes
-                    more = {"usage": running_usage(len(event.request.prompt_ids), num_tokens, num_passes)}
-                # A step may have nothing to show: its text waits for the rest of a character, or may become a stop string.
-                has_counts = (use_logprobs or wants_running_usage) and event.token_ids
-                choice = answer.next_choice(event)
-                if choice.get("delta") or choice.get("text") or event.completion is not None or has_counts:
-                    parts.append(answer.line([choice], **more))
-            if parts:
-                yield b"".join(parts)
-        if wants_usage:
-            yield answer.line([], usage=usage(completions, answer.drafter))
-        yield b"data: [DONE]\n\n"
+            if added := b"".join(map(answer.add, batch)):
+                yield added
+        yield answer.end()
     except Exception as error:
-        yield b"data: " + to_json(api_error(error).body()) + b"\n\n"
+        yield answer.fail(api_error(error))
 
 
 class EventStream(Response):

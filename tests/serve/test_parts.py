@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from selfspec.serve.channels import ChannelParser
 from selfspec.serve.options import CHANNELS, REASONING_FORMATS, TOOL_FORMATS
-from selfspec.serve.parts import PartParser, Parts, TagParser
+from selfspec.serve.parts import CONTENT, REASONING, PartParser, Parts, Said, TagParser
 from selfspec.serve.syntax import TAGS, Syntax
 from selfspec.serve.tool_calls import FORMATS, Call
 
@@ -38,105 +38,112 @@ def parts_of(parser: PartParser, pieces: list[str]) -> Parts:
     """All parts of an answer that comes in pieces."""
     whole = Parts()
     for part in [*(parser.push(piece) for piece in pieces), parser.push("", is_last=True)]:
-        whole.reasoning += part.reasoning
-        whole.content += part.content
-        whole.calls += part.calls
+        for piece in part.pieces:
+            if isinstance(piece, Said):
+                whole.say(piece.kind, piece.text)
+            else:
+                whole.pieces.append(piece)
     return whole
+
+
+def said(reasoning: str = "", content: str = "", calls: Sequence[Call] = ()) -> Parts:
+    """Parts in their usual order."""
+    return Parts([Said(kind, text) for kind, text in ((REASONING, reasoning), (CONTENT, content)) if text] + list(calls))
 
 
 Case = tuple[Callable[[], PartParser], str, Parts]
 CASES: dict[str, Case] = {
-    "plain": (tags, " Hello\n", Parts("", " Hello\n")),
-    "reasoning": (tags, "<think>\nHm.\n</think>\n\nYes.", Parts("Hm.", "Yes.")),
-    "reasoning that the prompt opened": (lambda: tags(is_open=True), "\nHm.\n</think>\n\nYes.", Parts("Hm.", "Yes.")),
-    "reasoning that opens twice": (lambda: tags(is_open=True), "<think>\nHm.</think>Yes.", Parts("Hm.", "Yes.")),
-    "reasoning that is cut": (lambda: tags(is_open=True), "Hm, </thin", Parts("Hm, </thin", "")),
-    "a tag as a word": (tags, "The tag <think> opens.", Parts("", "The tag <think> opens.")),
-    "a tag within reasoning": (tags, "<think>a <think> b</think>c", Parts("a <think> b", "c")),
-    "hermes": (lambda: tags("hermes"), f"Look.\n<tool_call>\n{SAYS}\n</tool_call>\n", Parts("", "Look.", [PARIS])),
+    "plain": (tags, " Hello\n", said("", " Hello\n")),
+    "reasoning": (tags, "<think>\nHm.\n</think>\n\nYes.", said("Hm.", "Yes.")),
+    "reasoning that the prompt opened": (lambda: tags(is_open=True), "\nHm.\n</think>\n\nYes.", said("Hm.", "Yes.")),
+    "reasoning that opens twice": (lambda: tags(is_open=True), "<think>\nHm.</think>Yes.", said("Hm.", "Yes.")),
+    "reasoning that is cut": (lambda: tags(is_open=True), "Hm, </thin", said("Hm, </thin", "")),
+    "a tag as a word": (tags, "The tag <think> opens.", said("", "The tag <think> opens.")),
+    "a tag within reasoning": (tags, "<think>a <think> b</think>c", said("a <think> b", "c")),
+    "hermes": (lambda: tags("hermes"), f"Look.\n<tool_call>\n{SAYS}\n</tool_call>\n", said("", "Look.", [PARIS])),
     "hermes, two calls": (
         lambda: tags("hermes"),
         f"<think>Hm.</think>\n<tool_call>{SAYS}</tool_call>\n<tool_call>{SAYS}</tool_call>",
-        Parts("Hm.", "", [PARIS, PARIS]),
+        said("Hm.", "", [PARIS, PARIS]),
     ),
-    "hermes without its end": (lambda: tags("hermes"), f"<tool_call>\n{SAYS}\n", Parts("", "", [PARIS])),
-    "hermes that is cut": (lambda: tags("hermes"), f"A <tool_call>\n{SAYS[:20]}", Parts("", f"A <tool_call>\n{SAYS[:20]}")),
+    "hermes without its end": (lambda: tags("hermes"), f"<tool_call>\n{SAYS}\n", said("", "", [PARIS])),
+    "hermes that is cut": (lambda: tags("hermes"), f"A <tool_call>\n{SAYS[:20]}", said("", f"A <tool_call>\n{SAYS[:20]}")),
     "hermes that is no JSON": (
         lambda: tags("hermes"),
         "A\n<tool_call>weather?</tool_call>\nB",
-        Parts("", "A\n<tool_call>weather?</tool_call>\nB"),
+        said("", "A\n<tool_call>weather?</tool_call>\nB"),
     ),
     "hermes as tags": (
         lambda: tags("hermes"),
         "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
         "</function>\n</tool_call>",
-        Parts("", "", [Call("weather", '{"city": "Paris", "days": 3}')]),
+        said("", "", [Call("weather", '{"city": "Paris", "days": 3}')]),
     ),
-    "llama3": (lambda: tags("llama3"), f"\n{SAYS_TOO}", Parts("", "", [PARIS])),
-    "llama3, two calls": (lambda: tags("llama3"), f"{SAYS_TOO}; {SAYS_TOO}", Parts("", "", [PARIS, PARIS])),
-    "llama3 with its tag": (lambda: tags("llama3"), f"Look.<|python_tag|>{SAYS_TOO}", Parts("", "Look.", [PARIS])),
-    "llama3, JSON that is no call": (lambda: tags("llama3"), ' {"name": "Ann"} ', Parts("", ' {"name": "Ann"} ')),
-    "llama3, JSON later": (lambda: tags("llama3"), f"So: {SAYS_TOO}", Parts("", f"So: {SAYS_TOO}")),
+    "llama3": (lambda: tags("llama3"), f"\n{SAYS_TOO}", said("", "", [PARIS])),
+    "llama3, two calls": (lambda: tags("llama3"), f"{SAYS_TOO}; {SAYS_TOO}", said("", "", [PARIS, PARIS])),
+    "llama3 with its tag": (lambda: tags("llama3"), f"Look.<|python_tag|>{SAYS_TOO}", said("", "Look.", [PARIS])),
+    "llama3, JSON that is no call": (lambda: tags("llama3"), ' {"name": "Ann"} ', said("", ' {"name": "Ann"} ')),
+    "llama3, JSON later": (lambda: tags("llama3"), f"So: {SAYS_TOO}", said("", f"So: {SAYS_TOO}")),
     "llama3, its tag in a string": (
         lambda: tags("llama3"),
         '{"name": "weather", "parameters": {"city": "<|python_tag|>"}}',
-        Parts("", "", [Call("weather", '{"city": "<|python_tag|>"}')]),
+        said("", "", [Call("weather", '{"city": "<|python_tag|>"}')]),
     ),
-    "mistral": (lambda: tags("mistral"), f"[TOOL_CALLS][{SAYS}, {SAYS}]", Parts("", "", [PARIS, PARIS])),
+    "mistral": (lambda: tags("mistral"), f"[TOOL_CALLS][{SAYS}, {SAYS}]", said("", "", [PARIS, PARIS])),
     "mistral by names": (
         lambda: tags("mistral"),
         'A [TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]weather[CALL_ID]aB3[ARGS]{"city": "Paris"}',
-        Parts("", "A", [PARIS, PARIS]),
+        said("", "A", [PARIS, PARIS]),
     ),
-    "mistral that is cut": (lambda: tags("mistral"), "[TOOL_CALLS]weather[AR", Parts("", "[TOOL_CALLS]weather[AR")),
+    "mistral that is cut": (lambda: tags("mistral"), "[TOOL_CALLS]weather[AR", said("", "[TOOL_CALLS]weather[AR")),
     "half a character in a call": (
         lambda: tags("mistral"),
         '[TOOL_CALLS]weather{"city": "\\ud800"}',
-        Parts("", '[TOOL_CALLS]weather{"city": "\\ud800"}'),
+        said("", '[TOOL_CALLS]weather{"city": "\\ud800"}'),
     ),
-    "a number that JSON has not": (lambda: tags("mistral"), '[TOOL_CALLS]w{"a": NaN}', Parts("", '[TOOL_CALLS]w{"a": NaN}')),
+    "a number that JSON has not": (lambda: tags("mistral"), '[TOOL_CALLS]w{"a": NaN}', said("", '[TOOL_CALLS]w{"a": NaN}')),
     "endless nesting": (
         lambda: tags("mistral"),
         '[TOOL_CALLS]w{"a": ' + "[" * 9999,
-        Parts("", '[TOOL_CALLS]w{"a": ' + "[" * 9999),
+        said("", '[TOOL_CALLS]w{"a": ' + "[" * 9999),
     ),
     "control tokens": (
         lambda: tags("mistral", hidden=("[TOOL_CALLS]", "</s>", "</s2>")),
         "A</s>B</s2></s[TOOL_CALLS]" + SAYS.replace("P", "</s>P"),
-        Parts("", "AB</s[TOOL_CALLS]" + SAYS),
+        said("", "AB</s[TOOL_CALLS]" + SAYS),
     ),
     "channels": (
         channels,
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.\n<|return|>",
-        Parts("Hm.", "Yes.\n"),
+        said("Hm.", "Yes.\n"),
     ),
     "channels, two messages in one": (
         channels,
         "<|channel|>commentary<|message|>Look.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
-        Parts("", "Look.\nYes."),
+        said("", "Look.\nYes."),
     ),
     "channels, a call": (
         channels,
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
         '<|constrain|>json<|message|>{"city": "Paris"}<|call|>',
-        Parts("Hm.", "", [PARIS]),
+        said("Hm.", "", [PARIS]),
     ),
     "channels, the recipient first": (
         channels,
         ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Paris"}',
-        Parts("", "", [PARIS]),
+        said("", "", [PARIS]),
     ),
     "channels, a call that is cut": (
         channels,
         ' to=functions.weather<|channel|>commentary<|message|>{"ci',
-        Parts("", ' to=functions.weather<|channel|>commentary<|message|>{"ci'),
+        said("", ' to=functions.weather<|channel|>commentary<|message|>{"ci'),
     ),
-    "channels without a header": (channels, " Hello", Parts("", " Hello")),
-    "channels, the beginning of a word": (channels, "to", Parts("", "to")),
+    "channels without a header": (channels, " Hello", said("", " Hello")),
+    "channels, the beginning of a word": (channels, "to", said("", "to")),
     "channels, a header without an end": (
         channels,
         "<|channel|>" + "final " * 99 + "<|message|>",
-        Parts("", "<|channel|>" + "final " * 99 + "<|message|>"),
+        said("", "<|channel|>" + "final " * 99 + "<|message|>"),
     ),
 }
 
@@ -183,7 +190,7 @@ NO_CALLS = WORDS.filter(lambda word: word not in (SAYS, SAYS_TOO, *THINK))
 @settings(max_examples=100, deadline=None)
 @given(text=st.lists(NO_CALLS, max_size=12).map("".join))
 def test_where_there_is_no_call_all_text_is_content(form: str, text: str) -> None:
-    assert tags(form).push(text, is_last=True) == Parts("", text)
+    assert tags(form).push(text, is_last=True) == said("", text)
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,7 @@ def stream(engine: Any, target: Target) -> Any:
     answer = CompletionAnswer("cmpl-1", "tiny", target.tokenizer, 1, "none", [REQUEST])
     answer._opening = answer._opening.replace(str(answer.head["created"]).encode(), b"0")
     events = Events(engine, [REQUEST], None, Doorbell())
-    options = {"num_prompts": 1, "wants_usage": False, "wants_running_usage": False, "use_logprobs": False}
-    return lines(answer, events, lambda completion: None, **options)
+    return lines(answer, events, lambda completion: None)
 
 
 def test_a_busy_loop_is_woken_once(monkeypatch: pytest.MonkeyPatch) -> None:
