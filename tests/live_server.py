@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from selfspec.engine import SpecEngine
 from selfspec.serve.app import create_app
-from selfspec.serve.server import listen
 from selfspec.serve.service import Service
+from selfspec.serve.sockets import listen
 
 
 class LiveServer:

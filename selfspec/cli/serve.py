@@ -1,5 +1,8 @@
-"""`selfspec serve`: the target as an OpenAI-compatible server."""
+"""`selfspec serve`: the target as a server that OpenAI's and Anthropic's clients can talk to."""
 
+import json
+import shlex
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +15,8 @@ from selfspec.model.default_target import source_of
 from selfspec.serve.options import ServeOptions
 
 if TYPE_CHECKING:
-    from selfspec.engine import Listener, SpecEngine
+    from selfspec.engine import Intake, Listener, SpecEngine
+    from selfspec.model.text_side import TextSide
     from selfspec.traffic.capture import Capture
 
 
@@ -34,50 +38,84 @@ def register(cli: typer.Typer) -> None:
         host: Annotated[str, typer.Option("--host", help="address to listen on; 0.0.0.0 lets others in")] = "127.0.0.1",
         port: Annotated[int, typer.Option("--port", help="0 takes any free port", min=0, max=65535)] = 8000,
     ) -> None:
-        """Serve the target over HTTP with OpenAI's API.
+        """Serve the target over HTTP with OpenAI's and Anthropic's APIs.
 
         Example: selfspec serve --drafter eagle --drafter ngram --port 8000
         """
+        from selfspec.cli import display
+        from selfspec.serve.sockets import listen, url_of
+
         check_host(host)
-        try:
-            import fastapi  # noqa: F401
-            import prometheus_client  # noqa: F401
-            import uvicorn  # noqa: F401
-        except ImportError as error:
-            raise ValueError(
-                "serving needs fastapi, uvicorn and prometheus-client: pip install 'selfspec[serve]'"
-            ) from error
-
-        from selfspec.model.devices import resolve_device
-        from selfspec.serve.remote import RemoteEngine
-        from selfspec.serve.server import listen, run
-        from selfspec.serve.service import Service
-
-        quiet_libraries()
-        capture = open_capture(options)
-        service = Service(source_of(target), options, host=host)
-        if not service.api_keys:
-            warn_if_open(host, "think of --api-key")
         listener = listen(host, port)
-        url = f"http://{host}:{listener.getsockname()[1]}/v1"
+        # It turns while libraries are imported and the model is loaded in a thread, and stops when that is ready.
+        spinner = ExitStack()
+        say = spinner.enter_context(display.stage("importing torch, transformers and fastapi"))
+        try:
+            check_libraries()
+            from selfspec.model.load import resolve_device
+            from selfspec.serve.remote import RemoteEngine
+            from selfspec.serve.server import run
+            from selfspec.serve.service import Service
 
-        make = partial(load_engine, target, drafter or ["ngram"], draft, options)
+            quiet_libraries()
+            capture = open_capture(options)
+            service = Service(source_of(target), options, host=host)
+            if not service.api_keys:
+                warn_if_open(host, "think of --api-key")
+            make = partial(load_engine, target, drafter or ["ngram"], draft, options)
 
-        def load() -> None:
-            has_process = options.http_process == "on"
-            if options.http_process == "auto":
-                has_process = resolve_device(target.device).type == "cuda"
-            if has_process:
-                make_there = partial(make, makes_text=False)
-                engine = RemoteEngine(
-                    make_there, listener=service.metrics, on_death=service.fail, log_level=options.log_level
-                )
+            def load() -> None:
+                say(f"loading {service.name}")
+                has_process = options.http_process == "on"
+                if options.http_process == "auto":
+                    has_process = resolve_device(target.device).type == "cuda"
+                if has_process:
+                    make_there = partial(make, makes_text=False)
+                    engine: Intake = RemoteEngine(
+                        make_there, listener=service.metrics, on_death=service.fail, log_level=options.log_level
+                    )
+                else:
+                    engine = make(service.metrics)
                 service.attach(engine, capture=capture)
-            else:
-                service.attach(make(service.metrics), capture=capture)
-            typer.echo(f"{url} serves {service.name} (Ctrl-C ends it)")
+                spinner.close()
+                url = url_of(host, listener)
+                typer.echo(f"{url}/v1 serves {service.name} (Ctrl-C ends it)")
+                if options.log_level in ("debug", "info"):
+                    typer.echo(first_steps(url, service.name, has_key=bool(service.api_keys), text_side=engine.target))
 
-        run(service, listener, load)
+            run(service, listener, load)
+        finally:
+            spinner.close()
+
+
+def check_libraries() -> None:
+    """Refuse to start without the libraries that serving needs."""
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ValueError("serving needs fastapi, uvicorn and prometheus-client: pip install 'selfspec[serve]'") from error
+
+
+def first_steps(url: str, model: str, *, has_key: bool, text_side: "TextSide") -> str:
+    """What the server offers, and a request that can be pasted into a shell."""
+    from selfspec.model.chat import template_text
+
+    route, body = "/v1/completions", {"model": model, "prompt": "Once upon a time", "max_tokens": 64}
+    if template_text(text_side.tokenizer):
+        route, body = (
+            "/v1/chat/completions",
+            {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64},
+        )
+    key = ' -H "Authorization: Bearer $SELFSPEC_API_KEY"' if has_key else ""
+    content = shlex.quote(json.dumps(body))
+    return (
+        "  OpenAI:    POST /v1/chat/completions, /v1/responses, /v1/completions; GET /v1/models\n"
+        "  Anthropic: POST /v1/messages, /v1/messages/count_tokens\n"
+        "  besides:   GET /v1/heads, /health, /metrics\n"
+        f"try:  curl {url}{route} -H 'Content-Type: application/json'{key} -d {content}"
+    )
 
 
 def load_engine(

@@ -35,7 +35,7 @@ from selfspec.serve.streams import EventStream, collect, lines, while_connected
 def create_app(service: Service) -> FastAPI:
     """The API as an ASGI application."""
     app = FastAPI(title="selfspec", version=__version__, openapi_url=None)
-    app.add_middleware(Gate, api_keys=service.api_keys, hosts=service.hosts)
+    app.add_middleware(Gate, api_keys=service.api_keys, hosts=service.hosts, has_log=not service.options.no_request_log)
     if service.options.cors_origin:
         app.add_middleware(
             CORSMiddleware,

@@ -39,9 +39,8 @@ async def read(http: Request, max_bytes: int) -> bytes:
     """
     kind = http.headers.get("content-type", "")
     if not _is_json(kind):
-        raise ApiError(
-            400, f"the body is sent as {kind or 'nothing in particular'}: send JSON, with `{JSON_HEADER}` (curl: -H)"
-        )
+        sent = f"the body is sent as {kind}" if kind else "the body is sent without a content type"
+        raise ApiError(400, f"{sent}: send JSON, with `{JSON_HEADER}` (curl: -H '{JSON_HEADER}')")
     told = http.headers.get("content-length", "")
     if told.isdecimal() and int(told) > max_bytes:
         raise _too_large(max_bytes)

@@ -70,13 +70,10 @@ class ApiError(Exception):
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
         """The same error in another API's names for a chat's fields."""
-        found = sorted(
-            (name for name in names if re.match(rf"{name}\b", self.message) or "_" in name), key=len, reverse=True
-        )
-        message = self.message
-        if found:
-            message = re.sub(rf"\b({'|'.join(found)})\b", lambda match: names[match[1]], message)
-        param = names.get(self.param or "", self.param)
+        # A name that is a word of English counts at the beginning alone.
+        sure = {name: own for name, own in names.items() if "_" in name or re.match(rf"{name}\b", self.message)}
+        message = re.sub(r"\w+", lambda word: sure.get(word[0], word[0]), self.message)
+        param = self.param and names.get(self.param, self.param)
         return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
 
     def body(self) -> dict[str, Any]:

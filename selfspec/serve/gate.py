@@ -62,10 +62,12 @@ class Gate:
     Args:
         api_keys: those that requests to `/v1` must bring one of; none for no keys.
         hosts: names that the `Host` header may have, besides this machine's own and addresses; `*` allows all.
+        has_log: a line for each request that is no monitor's.
     """
 
-    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], hosts: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], hosts: Sequence[str], has_log: bool = True) -> None:
         self._app = app
+        self._has_log = has_log
         self._keys = [key.encode() for key in api_keys]
         self._hosts = {host.lower() for host in hosts}
 
@@ -95,8 +97,8 @@ class Gate:
             path = scope.get("raw_path", b"").decode("latin-1").encode("unicode_escape").decode()[:MAX_LOGGED_PATH]
             # An error that nobody foresaw is answered by the layer above this one.
             outcome = (scope["method"], path, status or 500, tally, request_id)
-            is_probe = scope["path"] in PROBES and status != 403
-            logger.log(logging.DEBUG if is_probe else logging.INFO, "%s %s %d %s, %s", *outcome)
+            is_quiet = not self._has_log or (scope["path"] in PROBES and status != 403)
+            logger.log(logging.DEBUG if is_quiet else logging.INFO, "%s %s %d %s, %s", *outcome)
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
         if not self._is_for_us(headers.get("host", "")):

@@ -49,8 +49,8 @@ class CountRequest(ProtocolObject):
     def _check(self) -> CountRequest:
         if self.thinking is not None and self.thinking.get("type") not in THINKING:
             raise ValueError(
-                f"thinking of type {self.thinking.get('type')!r} is not served here, because the model's chat template decides "
-                "how it thinks: leave it out, or set chat_template_kwargs"
+                f"thinking of type {self.thinking.get('type')!r} is not served here, because the model's chat template "
+                "decides how it thinks: leave it out, or set chat_template_kwargs"
             )
         for name, value in (self.output_config or {}).items():
             if name != "format" and value is not None:
@@ -147,7 +147,8 @@ def _take(message: dict[str, Any], place: str, turns: Turns) -> None:
             turns.think(string(block, "thinking", at))
         else:
             raise ValueError(
-                f"{at}: a block of type {kind!r} is not served in a message of the {role}: send text, tool_use and tool_result"
+                f"{at}: a block of type {kind!r} is not served in a message of the {role}: send text, tool_use and "
+                "tool_result"
             )
     _say(turns, role, texts)
 

@@ -61,8 +61,9 @@ class ServeOptions:
         metadata={"help": "on or off: HTTP and the engine in two processes; auto is on where the target is on a GPU"},
     )
     log_level: str = field(
-        default="info", metadata={"help": "debug, info (a line for each request), warning or error: what is logged"}
+        default="info", metadata={"help": "debug, info (requests, too), warning or error: what is logged"}
     )
+    no_request_log: bool = field(default=False, metadata={"help": "log no line for each request"})
     drain_seconds: float = field(default=30.0, metadata={"help": "how long running answers may go on after SIGTERM"})
     capture: Path | None = field(default=None, metadata={"help": "directory to log conversations to, for `selfspec data`"})
     capture_share: float = field(default=1.0, metadata={"help": "share of the conversations to log, from 0 to 1"})

@@ -15,7 +15,6 @@ from typing import Any
 
 from selfspec.serve.tool_calls import Call, ToolFormat
 
-
 REASONING, CONTENT = "reasoning", "content"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+
 from selfspec.api import encode
 from selfspec.config import SamplingParams
 from selfspec.loop.sampling import Grammar

@@ -145,10 +145,8 @@ def _tool(given: dict[str, Any], place: str) -> dict[str, Any]:
             f"{place}: a tool of type {given.get('type')!r} is not served, because the server runs no tools itself: send "
             "functions"
         )
-    parameters = given.get("parameters")
-    return tool(
-        string(given, "name", place), given.get("description"), {"type": "object"} if parameters is None else parameters
-    )
+    schema = given.get("parameters")
+    return tool(string(given, "name", place), given.get("description"), {"type": "object"} if schema is None else schema)
 
 
 def _tool_choice(given: str | dict[str, Any] | None) -> Any:

@@ -22,21 +22,6 @@ logger = logging.getLogger(__name__)
 FLUSH_SECONDS = 5
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes any free port.
-
-    Raises:
-        ValueError: the address is taken, or is not one of this machine's.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        # Python adds the address to the system's message; it stands in ours already.
-        reason = str(error.strerror).partition(" (while ")[0]
-        raise ValueError(f"cannot listen on {host}:{port} ({reason}): choose another --host or --port") from error
-
-
 def run(service: Service, listener: socket.socket, load: Callable[[], None]) -> None:
     """Serve until SIGTERM or SIGINT, then let the running answers end; a second signal ends them at once.
 

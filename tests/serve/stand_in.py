@@ -33,8 +33,9 @@ from selfspec.loop.sequence import Emission, Request, Sequence
 from selfspec.model.target import Target
 from selfspec.serve.options import ServeOptions
 from selfspec.serve.remote import RemoteEngine
-from selfspec.serve.server import listen, run
+from selfspec.serve.server import run
 from selfspec.serve.service import Service
+from selfspec.serve.sockets import listen
 from selfspec.tree import chain
 
 TEXT = (
