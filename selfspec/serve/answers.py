@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 from selfspec.api import Completion
 from selfspec.engine import Event
@@ -35,7 +35,12 @@ class Answer(ABC):
         drafter: the drafter's name, for the usage.
         requests: what was asked, in the order of the answer's choices.
         new_parser: makes what takes one answer's text apart; None where it has no parts.
+
+    Attributes:
+        NAMES: what the answer's API calls the fields of a chat, for errors.
     """
+
+    NAMES: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from selfspec.api import Completion
 from selfspec.failures import describe
 from selfspec.serve.answers import ChatAnswer
 from selfspec.serve.bodies import read
-from selfspec.serve.errors import ApiError, add_handlers, api_error
+from selfspec.serve.errors import ApiError, add_handlers, api_error, in_words_of
 from selfspec.serve.gate import REQUEST_ID, Gate, Tally
 from selfspec.serve.messages import CountRequest, MessagesRequest
 from selfspec.serve.messages_answer import MessagesAnswer
@@ -74,7 +74,8 @@ def create_app(service: Service) -> FastAPI:
         async def prepare() -> tuple[bool, Submitted]:
             asked, body = await service.parse_as_chat(raw, ResponsesRequest)
             new_answer = partial(ResponsesAnswer, asked=asked)
-            return bool(body.stream), await service.chat(body, _new_id("resp_"), len(raw), new_answer)
+            with in_words_of(ResponsesAnswer.NAMES):
+                return bool(body.stream), await service.chat(body, _new_id("resp_"), len(raw), new_answer)
 
         return await _respond(http, service, prepare())
 
@@ -84,7 +85,8 @@ def create_app(service: Service) -> FastAPI:
 
         async def prepare() -> tuple[bool, Submitted]:
             _, body = await service.parse_as_chat(raw, MessagesRequest)
-            return bool(body.stream), await service.chat(body, _new_id("msg_"), len(raw), MessagesAnswer)
+            with in_words_of(MessagesAnswer.NAMES):
+                return bool(body.stream), await service.chat(body, _new_id("msg_"), len(raw), MessagesAnswer)
 
         return await _respond(http, service, prepare())
 
@@ -94,7 +96,8 @@ def create_app(service: Service) -> FastAPI:
 
         async def count() -> int:
             _, body = await service.parse_as_chat(raw, CountRequest)
-            return len(await service.encode(body, len(raw)))
+            with in_words_of(CountRequest.NAMES):
+                return len(await service.encode(body, len(raw)))
 
         number = await service.while_wanted(http.receive, count())
         return _nobody() if number is None else JSONResponse({"input_tokens": number})
@@ -178,7 +181,7 @@ async def _respond(http: Request, service: Service, preparing: Coroutine[Any, An
     try:
         completions = await while_connected(http.receive, collect(call.events, count))
     except Exception as error:
-        raise api_error(error) from error
+        raise api_error(error).renamed(call.answer.NAMES) from error
     finally:
         call.events.close()
     return _nobody() if completions is None else JSONResponse(call.answer.whole(completions))

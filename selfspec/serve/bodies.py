@@ -83,7 +83,7 @@ def parse_as_chat(raw: bytes, form: type[Translated], limits: Limits) -> tuple[T
     """Validate a body of another API, and make a chat of it. Not for the event loop.
 
     Raises:
-        ApiError: what is wrong first. Of a chat's own rules it is told in a chat's names (see `ApiError.renamed`).
+        ApiError: what is wrong first.
     """
     body = parse(raw, form, limits)
     content = None
@@ -91,7 +91,7 @@ def parse_as_chat(raw: bytes, form: type[Translated], limits: Limits) -> tuple[T
         content = body.chat()
         return body, ChatRequest.model_validate(content, context=limits)
     except ValidationError as error:
-        raise invalid(error.errors(include_url=False)[0], content, ChatRequest) from error
+        raise invalid(error.errors(include_url=False)[0], content, ChatRequest).renamed(form.NAMES) from error
     except ValueError as error:
         raise ApiError(400, str(error), param=field_of(str(error), form.model_fields)) from error
 

@@ -6,7 +6,8 @@ Requests of other APIs are translated into chats. A chat's error names the field
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,9 +16,7 @@ from starlette.exceptions import HTTPException
 
 from selfspec.engine import EngineClosed, EngineFull
 from selfspec.failures import describe
-from selfspec.serve.messages import MessagesRequest
 from selfspec.serve.protocol import FORMS, ChatRequest, CompletionRequest, HeadRequest, ProtocolObject
-from selfspec.serve.responses import ResponsesRequest
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 # What Anthropic's API calls errors; other statuses of the client's fault are invalid requests.
@@ -86,12 +85,17 @@ class ApiError(Exception):
 
     def response(self, path: str) -> JSONResponse:
         """The answer to a request for a path, as the path's API has it."""
-        error, body = self, ApiError.body
-        if path.startswith("/v1/messages"):
-            error, body = self.renamed(MessagesRequest.NAMES), ApiError.messages_body
-        elif path.startswith("/v1/responses"):
-            error = self.renamed(ResponsesRequest.NAMES)
-        return JSONResponse(body(error), error.status, error.headers)
+        body = self.messages_body() if path.startswith("/v1/messages") else self.body()
+        return JSONResponse(body, self.status, self.headers)
+
+
+@contextmanager
+def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors of a chat name the fields of the API that the client used."""
+    try:
+        yield
+    except ApiError as error:
+        raise error.renamed(names) from error
 
 
 def unavailable(message: str, retry_seconds: int = 1) -> ApiError:

@@ -7,8 +7,17 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from selfspec.serve.limits import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS
-from selfspec.serve.protocol import FIRST_ERROR, MAX_TOP_K, Number, Object, ProtocolObject, StopString, Text, at_most
+from selfspec.serve.limits import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS
+from selfspec.serve.protocol import (
+    FIRST_ERROR,
+    MAX_TOP_K,
+    Number,
+    Object,
+    ProtocolObject,
+    StopString,
+    TextOrObjects,
+    at_most,
+)
 from selfspec.serve.turns import Turns, string, text_of_parts, tool
 
 TEXT = {"text": "text"}
@@ -36,7 +45,7 @@ class CountRequest(ProtocolObject):
 
     model: str
     messages: Annotated[list[Object], Field(min_length=1), FIRST_ERROR, at_most(MAX_MESSAGES)]
-    system: Annotated[Text | Annotated[list[Object], FIRST_ERROR], at_most(MAX_PARTS)] | None = None
+    system: TextOrObjects | None = None
     tools: Annotated[list[Object], FIRST_ERROR, at_most(MAX_TOOLS)] | None = None
     tool_choice: Object | None = None
     thinking: Object | None = None

@@ -16,6 +16,8 @@ from selfspec.serve.usage import speculation
 class MessagesAnswer(BlockAnswer):
     """A message of the assistant, with a block of content for each block of the answer."""
 
+    NAMES = MessagesRequest.NAMES
+
     def begin(self) -> bytes:
         # The ping tells proxies at once that the connection is alive.
         return self.line({"type": "message_start", "message": self.record()}) + self.line({"type": "ping"})
@@ -27,7 +29,7 @@ class MessagesAnswer(BlockAnswer):
         return self.line(ended) + self.line({"type": "message_stop"})
 
     def fail(self, error: ApiError) -> bytes:
-        return self.line(error.renamed(MessagesRequest.NAMES).messages_body())
+        return self.line(error.renamed(self.NAMES).messages_body())
 
     def record(self) -> JSON:
         return {

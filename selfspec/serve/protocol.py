@@ -46,8 +46,6 @@ FORMS = {
     "stop": f"give a string, or a list of at most {MAX_STOPS} strings, each of at most {MAX_STOP_LENGTH} characters",
     "tool_choice": 'give \'none\' or \'auto\', \'required\', or {"type": "function", "function": {"name": ...}}',
     "content": 'give text, or a list of parts such as {"type": "text", "text": "..."}',
-    "input": 'give text, or a list of items such as {"role": "user", "content": "..."}',
-    "system": 'give text, or a list of blocks such as {"type": "text", "text": "..."}',
 }
 
 
@@ -98,6 +96,21 @@ def _check_prompt(prompt: Any) -> Prompt:
     return prompt
 
 
+def _check_text_or_objects(value: Any) -> str | list[dict[str, Any]]:
+    """Refuse what is neither text nor a list of objects."""
+    if isinstance(value, str):
+        return _check_text(value)
+    if not isinstance(value, list) or not value:
+        raise ValueError("give text, or a list of objects that is not empty")
+    if len(value) > MAX_MESSAGES:
+        raise ValueError(f"this has {len(value)} entries: give at most {MAX_MESSAGES}")
+    for number, each in enumerate(value):
+        if not isinstance(each, dict):
+            raise ValueError(f"entry {number} is no object: give an object, or text in place of the list")
+        _check_object(each)
+    return value
+
+
 def _check_name(name: str) -> str:
     """Refuse a drafter's name that could not stand in a path, because that is how it is unloaded."""
     if not re.fullmatch(r"[\w.:@+-]+(/[\w.:@+-]+)*", name, re.ASCII):
@@ -122,6 +135,7 @@ FIRST_ERROR = Field(fail_fast=True)
 Number = Annotated[float, Field(strict=False, allow_inf_nan=False)]
 Text = Annotated[str, AfterValidator(_check_text)]
 Object = Annotated[dict[str, Any], AfterValidator(_check_object)]
+TextOrObjects = Annotated[str | list[dict[str, Any]], PlainValidator(_check_text_or_objects)]
 StopString = Annotated[Text, AfterValidator(_check_stop)]
 FormText = Annotated[str, Field(min_length=1, max_length=MAX_FORM_LENGTH)]
 

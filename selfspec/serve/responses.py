@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from selfspec.serve.limits import MAX_MESSAGES, MAX_TOOLS
-from selfspec.serve.protocol import FIRST_ERROR, Number, Object, ProtocolObject, Text, at_most
+from selfspec.serve.limits import MAX_TOOLS
+from selfspec.serve.protocol import FIRST_ERROR, Number, Object, ProtocolObject, Text, TextOrObjects, at_most
 from selfspec.serve.turns import Turns, string, text_of_parts, tool
 
 NOTHING_IS_KEPT = "no response is kept: send the whole conversation as input"
@@ -44,7 +44,7 @@ class ResponsesRequest(ProtocolObject):
     }
 
     model: str
-    input: Annotated[Text | Annotated[list[Object], Field(min_length=1), FIRST_ERROR], at_most(MAX_MESSAGES)]
+    input: TextOrObjects
     instructions: Text | None = None
     tools: Annotated[list[Object], FIRST_ERROR, at_most(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Object | None = None

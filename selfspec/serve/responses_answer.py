@@ -24,6 +24,8 @@ class ResponsesAnswer(BlockAnswer):
         asked: the request, much of which a response repeats.
     """
 
+    NAMES = ResponsesRequest.NAMES
+
     def __init__(self, *args: Any, asked: ResponsesRequest, **named: Any) -> None:
         super().__init__(*args, **named)
         self._asked = asked
@@ -36,7 +38,7 @@ class ResponsesAnswer(BlockAnswer):
         return self._lifecycle(self._status)
 
     def fail(self, error: ApiError) -> bytes:
-        error = error.renamed(ResponsesRequest.NAMES)
+        error = error.renamed(self.NAMES)
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         failed = {"code": code, "message": error.message, "type": error.kind, "param": error.param}
         return self._lifecycle("failed", status="failed", error=failed)

@@ -1,8 +1,12 @@
 """The tiny target, loaded once; engines and servers that end with their tests, and must have freed everything."""
 
 # ruff: noqa: E402
+import copy
+import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +16,9 @@ for name in ("fastapi", "uvicorn", "prometheus_client", "llguidance", "openai", 
 
 import httpx
 from live_server import LiveServer
+from serve.writers import FAMILIES
+from support import tiny_model
+from transformers import PreTrainedTokenizerFast
 
 from selfspec.drafters import Drafter, DraftModelDrafter, NgramDrafter
 from selfspec.engine import SpecEngine
@@ -82,3 +89,53 @@ def post(server: LiveServer) -> Callable[..., httpx.Response]:
         return httpx.post(server.url + path, json={"model": "tiny", **body}, timeout=30)
 
     return post
+
+
+@pytest.fixture(scope="module")
+def tokenizer_of(tiny_tokenizer: PreTrainedTokenizerFast) -> Callable[[str], PreTrainedTokenizerFast]:
+    def build(family: str) -> PreTrainedTokenizerFast:
+        template, ordinary, special = FAMILIES[family]
+        tokenizer = copy.deepcopy(tiny_tokenizer)
+        tokenizer.add_tokens(ordinary)
+        tokenizer.add_special_tokens({"additional_special_tokens": special})
+        tokenizer.chat_template = template
+        return tokenizer
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def form_of(tokenizer_of: Callable[[str], PreTrainedTokenizerFast]) -> Callable[[str, str], dict[str, Any]]:
+    """Makes the response format that has one text alone, for a family and the text."""
+
+    def form(family: str, text: str) -> dict[str, Any]:
+        special = [*FAMILIES[family][2], *FAMILIES[family][1]]
+        ids = tokenizer_of(family).get_added_vocab()
+        pieces = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
+        parts = [f"<[{ids[piece]}]>" if piece in special else json.dumps(piece) for piece in pieces if piece]
+        return {"type": "grammar", "grammar": f"start: {' '.join(parts)}"}
+
+    return form
+
+
+@pytest.fixture(scope="module")
+def family_server(tokenizer_of: Callable[[str], PreTrainedTokenizerFast]) -> Iterator[Callable[..., LiveServer]]:
+    """Starts servers whose targets write as one family of models does."""
+    servers: dict[str, LiveServer] = {}
+
+    def start(family: str, arguments: dict[str, Any] | None = None, **options: Any) -> LiveServer:
+        key = repr((family, arguments, options))
+        if key not in servers:
+            tokenizer = tokenizer_of(family)
+            ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+            model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=2048, **ends)
+            target = Target(model, tokenizer)
+            target.set_chat_template_kwargs(arguments or {})
+            service = Service("models/tiny", ServeOptions(**options))
+            service.open(target, [NgramDrafter(4)], use_cost_guard=False)
+            servers[key] = LiveServer(service)
+        return servers[key]
+
+    yield start
+    for server in servers.values():
+        server.close()

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
 from live_server import LiveServer
-from support import tiny_model
+from serve.writers import TOOLS
 from transformers import PreTrainedTokenizerFast
 
-from selfspec.drafters import NgramDrafter
 from selfspec.model.chat import LITERAL
-from selfspec.model.target import Target
-from selfspec.serve.options import ServeOptions
-from selfspec.serve.service import Service
 
 needs_literal = pytest.mark.skipif(
     LITERAL not in inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters,
@@ -27,84 +21,21 @@ needs_literal = pytest.mark.skipif(
 )
 # Makes an OpenAI client of a server whose target writes as one family of models does.
 Client = Callable[..., openai.OpenAI]
+# Starts a server of such a target.
+FamilyServer = Callable[..., LiveServer]
 # Makes the response format that has one text alone, for a family and the text.
 Form = Callable[[str, str], dict[str, Any]]
 
 ASKED = [{"role": "user", "content": "the cat?"}]
-CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
-DAYS = {"type": "object", "properties": {"days": {"enum": [1, 2]}}, "required": ["days"], "additionalProperties": False}
-TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": "weather", "parameters": {**CITY, "additionalProperties": False}}},
-    {"type": "function", "function": {"name": "time", "parameters": DAYS}},
-]
 SAYS = '{"name": "weather", "arguments": {"city": "Paris"}}'
 
-BODY = """{% if tools %}<|im_start|>system
-{{ tools | tojson }}MARKS<|im_end|>
-{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.id }} {{ c.function.arguments | tojson }}{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking is defined and enable_thinking %}<think>
-{% endif %}{% endif %}"""
-HARMONY = """{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}
-{%- if tools %}{{ tools | tojson }}{% endif %}
-{%- if add_generation_prompt %}<|start|>assistant{% endif %}{# <|channel|> #}"""
-# For each family its template, its ordinary and its special tokens.
-FAMILIES: dict[str, tuple[str, list[str], list[str]]] = {
-    "hermes": (BODY.replace("MARKS", "<tool_call>"), ["<tool_call>", "</tool_call>", "<think>", "</think>"], []),
-    "hermes without tokens": (BODY.replace("MARKS", "<tool_call>"), [], []),
-    "mistral": (BODY.replace("MARKS", "[TOOL_CALLS]"), [], ["[TOOL_CALLS]"]),
-    "mistral by names": (BODY.replace("MARKS", "[TOOL_CALLS][ARGS]"), [], ["[TOOL_CALLS]", "[ARGS]"]),
-    "llama3": (BODY.replace("MARKS", "<|python_tag|>"), [], ["<|python_tag|>"]),
-    "harmony": (HARMONY, [], ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>"]),
-}
-
 
 @pytest.fixture(scope="module")
-def tokenizer_of(tiny_tokenizer: PreTrainedTokenizerFast) -> Callable[[str], PreTrainedTokenizerFast]:
-    def build(family: str) -> PreTrainedTokenizerFast:
-        template, ordinary, special = FAMILIES[family]
-        tokenizer = copy.deepcopy(tiny_tokenizer)
-        tokenizer.add_tokens(ordinary)
-        tokenizer.add_special_tokens({"additional_special_tokens": special})
-        tokenizer.chat_template = template
-        return tokenizer
+def client_of(family_server: FamilyServer) -> Client:
+    def connect(*args: Any, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{family_server(*args, **options).url}/v1", api_key="any", max_retries=0)
 
-    return build
-
-
-@pytest.fixture(scope="module")
-def form_of(tokenizer_of: Callable[[str], PreTrainedTokenizerFast]) -> Form:
-    def form(family: str, text: str) -> dict[str, Any]:
-        special = [*FAMILIES[family][2], *FAMILIES[family][1]]
-        ids = tokenizer_of(family).get_added_vocab()
-        pieces = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
-        parts = [f"<[{ids[piece]}]>" if piece in special else json.dumps(piece) for piece in pieces if piece]
-        return {"type": "grammar", "grammar": f"start: {' '.join(parts)}"}
-
-    return form
-
-
-@pytest.fixture(scope="module")
-def client_of(tokenizer_of: Callable[[str], PreTrainedTokenizerFast]) -> Iterator[Client]:
-    servers: dict[str, LiveServer] = {}
-
-    def start(family: str, arguments: dict[str, Any] | None = None, **options: Any) -> openai.OpenAI:
-        key = repr((family, arguments, options))
-        if key not in servers:
-            tokenizer = tokenizer_of(family)
-            ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-            model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=2048, **ends)
-            target = Target(model, tokenizer)
-            target.set_chat_template_kwargs(arguments or {})
-            service = Service("models/tiny", ServeOptions(**options))
-            service.open(target, [NgramDrafter(4)], use_cost_guard=False)
-            servers[key] = LiveServer(service)
-        return openai.OpenAI(base_url=f"{servers[key].url}/v1", api_key="any", max_retries=0)
-
-    yield start
-    for server in servers.values():
-        server.close()
+    return connect
 
 
 def ask(client: openai.OpenAI, **body: Any) -> Any:

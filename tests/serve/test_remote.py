@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -204,8 +205,16 @@ def test_a_server_needs_no_engine_of_its_own(engine: RemoteEngine, target: Targe
         assert http.post("/v1/heads", json={"drafter": "oracle"}).status_code == 400
         assert http.delete("/v1/heads/two").json()["deleted"]
         assert http.delete("/v1/heads/two").status_code == 404
+        asked = {"model": "tiny", "input": "the cat sat", "temperature": 0, "max_output_tokens": 20}
+        response = http.post("/v1/responses", json=asked).json()
+        assert response["output"][0]["content"][0]["text"] == expected.text
+        streamed = http.post("/v1/responses", json={**asked, "stream": True}).text.strip().split("\n\n")[-1]
+        assert json.loads(streamed.partition("data: ")[2])["response"]["output"][0]["content"][0]["text"] == expected.text
+        stop = expected.text[8:11]
+        message = http.post("/v1/messages", json={**chat, "stop_sequences": [stop]}).json()
+        assert (message["content"][0]["text"], message["stop_sequence"]) == (expected.text.partition(stop)[0], stop)
         metrics = server.metrics()
-        assert metrics["selfspec:request_success_total"] == 4 and metrics["selfspec:num_requests_running"] == 0
+        assert metrics["selfspec:request_success_total"] == 7 and metrics["selfspec:num_requests_running"] == 0
     finally:
         # The engine serves other tests.
         engine.listener, service._engine = before, None
