@@ -4,19 +4,16 @@ The first mode is plain decoding: the baseline of every speed-up, and the output
 token for token.
 """
 
-import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from selfspec.api import generate_iter
+from selfspec.bench.baseline import generate_greedily, load_baseline
 from selfspec.config import SamplingParams
 from selfspec.drafters import Drafter
-from selfspec.model.adapter import merge_adapter
 from selfspec.model.target import Target
 
 WARM_UP = SamplingParams(max_new_tokens=8)
@@ -131,18 +128,6 @@ def check_transformers_can(sampling: SamplingParams) -> None:
         )
 
 
-def plain_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a stock model with transformers' own attention. It shares the model's weights and copies none."""
-    shared = {}
-    for module in model.modules():
-        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
-            if isinstance(value, torch.Tensor):
-                shared[id(value)] = value
-    twin = copy.deepcopy(model, shared)
-    twin.set_attn_implementation("sdpa")
-    return twin
-
-
 def transformers_run(
     target: Target,
     prompts: Sequence[list[int]],
@@ -156,23 +141,11 @@ def transformers_run(
     Args:
         source: a path or Hub id to load the copy from, or the copy itself.
     """
-    model: Any = source
-    if isinstance(source, str):
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=target.dtype, revision=revision)
-        if target.adapter is not None:
-            model = merge_adapter(model, target.adapter, target=source)
-        model = model.to(target.device).eval()
+    model = load_baseline(target, source, revision=revision) if isinstance(source, str) else source
 
     def answer(prompt: list[int], max_new_tokens: int) -> TimedAnswer:
         start = time.perf_counter()
-        input_ids = torch.tensor([prompt], device=target.device)
-        output_ids = model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=min(max_new_tokens, target.context_length - len(prompt)),
-            do_sample=False,
-        )
-        token_ids = output_ids[0, len(prompt) :].tolist()
+        token_ids = generate_greedily(model, prompt, min(max_new_tokens, target.context_length - len(prompt)))
         seconds = time.perf_counter() - start
         text = target.tokenizer.decode(token_ids, skip_special_tokens=True)
         return TimedAnswer(text, token_ids, len(token_ids), seconds)

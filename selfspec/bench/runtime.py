@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from selfspec.bench.baseline import load_baseline
 from selfspec.bench.report import RuntimeReport
 from selfspec.bench.steps import (
     answer_times,
@@ -117,11 +117,9 @@ def measure_runtime(
 
 
 def _measure_baselines(target: Target, prompts: list[list[int]], settings: RuntimeSettings, report: RuntimeReport) -> None:
-    model: Any = settings.baseline
-    sampling = settings.sampling
+    model, sampling = settings.baseline, settings.sampling
     if isinstance(model, str):
-        model = AutoModelForCausalLM.from_pretrained(model, dtype=target.dtype, revision=settings.revision)
-        model = model.to(target.device).eval()
+        model = load_baseline(target, model, revision=settings.revision)
     plain = [answer_times(target, prompt, None, sampling, use_cost_guard=True)[0] for prompt in prompts]
     expected = [completion.token_ids for completion in plain]
     if "eager" in settings.baselines:

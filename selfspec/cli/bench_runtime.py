@@ -58,7 +58,7 @@ def load_for_bench(options: TargetOptions, drafters: str, draft: DraftOptions, e
     if expand_to is None:
         return Loaded(source, {name: load_drafter_of(draft, name, source) for name in names}, source_of(options), [])
 
-    from selfspec.bench.compare import plain_twin
+    from selfspec.bench.baseline import plain_twin
     from selfspec.bench.expand import ExpandedShape, expand, expanded_drafter, logit_gap, serve_expanded
 
     shape = ExpandedShape.parse(expand_to)

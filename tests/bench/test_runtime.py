@@ -12,7 +12,7 @@ from support import random_prompts, tiny_model, tiny_target
 from typer.testing import CliRunner
 
 from selfspec import SamplingParams, generate
-from selfspec.bench.compare import plain_twin
+from selfspec.bench.baseline import plain_twin
 from selfspec.bench.report import RuntimeReport, plot
 from selfspec.bench.steps import (
     AnswerTime,

@@ -1,0 +1,78 @@
+"""A race of one prompt with level clocks: one sees true proportions at once, and a slow spell of the machine meets all.
+
+Each lane's clock runs during its own steps only. The lane whose clock is furthest behind takes the next step, so at every
+moment all lanes have had the same time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedModel
+
+from selfspec.bench.baseline import stream_transformers
+from selfspec.bench.compare import TimedAnswer
+from selfspec.config import SamplingParams
+from selfspec.loop.decode import decode
+from selfspec.loop.drafter import Drafter
+from selfspec.loop.sequence import Request
+from selfspec.model.target import Target
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one step emitted: tokens, of which the first `num_accepted` were drafted."""
+
+    token_ids: list[int]
+    num_accepted: int = 0
+
+
+@dataclass
+class Lane:
+    """One contestant's answer so far. `seconds` is by its own clock, which begins with the reading of the prompt."""
+
+    name: str
+    turns: list[Turn] = field(default_factory=list)
+    seconds: float = 0.0
+    is_done: bool = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for turn in self.turns for token_id in turn.token_ids]
+
+    def answer(self, text: str) -> TimedAnswer:
+        """The finished answer, for a comparison."""
+        return TimedAnswer(text, self.token_ids, len(self.turns), self.seconds)
+
+
+def drafter_turns(
+    target: Target, prompt_ids: Sequence[int], drafter: Drafter | None, sampling: SamplingParams
+) -> Iterator[Turn]:
+    """One drafter's steps through an answer, each made when it is asked for; plain decoding's without a drafter."""
+    for step in decode(target, [Request(list(prompt_ids), sampling)], drafter=drafter):
+        [emission] = step.emissions
+        yield Turn(emission.tokens, emission.num_accepted)
+
+
+def transformers_turns(model: PreTrainedModel, prompt_ids: Sequence[int], max_new_tokens: int) -> Iterator[Turn]:
+    """The same for transformers' `generate`, a token at a time."""
+    for token_id in stream_transformers(model, prompt_ids, max_new_tokens):
+        yield Turn([token_id])
+
+
+def race_level(contestants: Mapping[str, Iterator[Turn]], clock: Callable[[], float] = time.perf_counter) -> Iterator[Lane]:
+    """Run all lanes to their ends, and yield a lane after each of its turns and once more when it is done."""
+    lanes = {name: Lane(name) for name in contestants}
+    while waiting := [lane for lane in lanes.values() if not lane.is_done]:
+        # Of several that are level, the one named first.
+        lane = min(waiting, key=lambda lane: lane.seconds)
+        start = clock()
+        turn = next(contestants[lane.name], None)
+        lane.seconds += clock() - start
+        if turn is None:
+            lane.is_done = True
+        else:
+            lane.turns.append(turn)
+        yield lane
