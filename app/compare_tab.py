@@ -2,178 +2,173 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
 from selfspec.app import render
-from selfspec.app.events import AT_ONCE, COMPUTING, Updates, html
-from selfspec.app.races import Messages, Outcome, Races
-from selfspec.app.settings import ALONE, CHAT, EXAMPLES, LIVE, MAX_DRAFTERS, MAX_NEW_TOKENS, MESSAGE, TEXT, Settings
+from selfspec.app.controls import Controls
+from selfspec.app.events import AT_ONCE, RACING, Updates, html
+from selfspec.app.frame import WHY
+from selfspec.app.races import Messages, Outcome, Races, View
+from selfspec.app.settings import ALONE, CHAT, Settings
 from selfspec.failures import describe
 
-TYPED = "Choose up to three, or type: eagle:PATH_OR_ID, draft_model:PATH_OR_ID, truncated:LAYERS, ngram:K"
-# How the columns are timed: on a local target, and on a server.
-TIMINGS = [("measure, then race", ALONE), ("live, not comparable", LIVE)]
-REMOTE_TIMINGS = [("one after the other", ALONE), ("all at once, not comparable", LIVE)]
+SCRIPT = Path(__file__).with_name("columns.js").read_text(encoding="utf-8")
+# What a tab of the browser remembers of a page, by its address: a link that is opened in the same tab is another page.
+REMEMBER = "(name, value) => sessionStorage.setItem(`selfspec ${name} ${location.search}`, value)"
+RECALL = "(name) => sessionStorage.getItem(`selfspec ${name} ${location.search}`) ?? ''"
+SPEEDS = [("½×", 0.5), ("1×", 1.0), ("2×", 2.0)]
+COLOURED, PROSE = "coloured", "text"
 
 
 class CompareTab:
     """The tab's components and events.
 
     Args:
+        finished, picked, tabs: see `Frame`.
         has_target: races run on a local target, not on a server.
 
     Attributes:
-        drafters: the dropdown of drafters, to which another tab may add.
-        linked: the components that a link sets.
+        drafters: the component that offers drafters.
     """
 
-    def __init__(self, races: Races, finished: gr.State, *, has_target: bool) -> None:
+    def __init__(self, races: Races, finished: gr.State, picked: gr.State, tabs: gr.Tabs, *, has_target: bool) -> None:
         self._races = races
-        self._has_target = has_target
         self._finished = finished
-        self._defaults = Settings(drafters=self._chosen_drafters())
         self._history = gr.State([])
         self._conversation = gr.Chatbot(label="Conversation", height=260, buttons=["copy"], visible=False)
-        # A component for each setting, by the setting's name.
-        self._controls: dict[str, Any] = {}
-        self._lay_out_question()
-        self._lay_out_settings()
-        self._lay_out_answer()
-        self.drafters = self._controls["drafters"]
-        self.linked = [self._message, *self._controls.values()]
-        self._connect()
-
-    def _chosen_drafters(self) -> tuple[str, ...]:
-        """The drafters that race by default: prompt lookup and EAGLE, or else the first ones there are."""
-        known = [name for name in self._races.drafters if name in ("ngram", "eagle")]
-        return tuple(known or list(self._races.drafters)[:MAX_DRAFTERS] or ("ngram",))
-
-    def _lay_out_question(self) -> None:
-        self._controls["prompt"] = gr.Textbox(
-            label="Prompt",
-            placeholder="Ask something. Enter starts the race, Shift+Enter begins a new line.",
-            max_lines=12,
-            autofocus=True,
-            elem_id="prompt",
-        )
-        gr.Examples(
-            [[text] for text in EXAMPLES.values()],
-            self._controls["prompt"],
-            example_labels=list(EXAMPLES),
-            api_visibility="private",
-        )
-        self._controls["drafters"] = gr.Dropdown(
-            [(label, name) for name, label in self._races.drafters.items()],
-            value=list(self._defaults.drafters),
-            multiselect=True,
-            max_choices=MAX_DRAFTERS,
-            allow_custom_value=True,
-            label="Drafters against plain decoding",
-            info=TYPED if self._has_target else "Choose up to three of the server's",
-            elem_id="drafters",
-        )
-        with gr.Row():
-            self._start = gr.Button("Race", variant="primary", elem_id="start", scale=3, min_width=120)
-            self._stop = gr.Button("Stop", variant="stop", interactive=False, elem_id="stop", scale=1, min_width=90)
-
-    def _lay_out_settings(self) -> None:
-        defaults = self._defaults
-        with gr.Accordion("Settings", open=False):
-            with gr.Row():
-                kinds = [("one message", MESSAGE), ("chat", CHAT), ("raw text", TEXT)]
-                self._controls["kind"] = gr.Radio(kinds, value=defaults.kind, label="The prompt is")
-                timings = TIMINGS if self._has_target else REMOTE_TIMINGS
-                self._controls["timing"] = gr.Radio(timings, value=defaults.timing, label="Timing")
-            with gr.Row():
-                self._controls["max_new_tokens"] = gr.Slider(
-                    1, MAX_NEW_TOKENS, defaults.max_new_tokens, step=1, label="Most tokens"
-                )
-                self._controls["temperature"] = gr.Slider(
-                    0, 2, defaults.temperature, step=0.05, label="Temperature, 0 is greedy"
-                )
-                self._controls["top_p"] = gr.Slider(0.01, 1, defaults.top_p, step=0.01, label="Top-p, 1 keeps all")
-                self._controls["top_k"] = gr.Slider(0, 200, defaults.top_k, step=1, label="Top-k, 0 keeps all")
-                self._controls["seed"] = gr.Number(defaults.seed, precision=0, label="Seed")
-            self._controls["use_cost_guard"] = gr.Checkbox(
-                defaults.use_cost_guard, label="Draft only as much as measurably pays", visible=self._has_target
-            )
-            self._controls["system"] = gr.Textbox(label="System message", max_lines=4)
-
-    def _lay_out_answer(self) -> None:
+        self._controls = Controls(races, has_target=has_target)
+        self._controls.lay_out_question()
         self._message = html(elem_id="message")
-        self._columns = html(elem_id="columns")
-        with gr.Row(visible=False) as self._results:
+        self._columns = html(elem_id="columns", js_on_load=SCRIPT)
+        self._lay_out_results(has_target=has_target)
+        self._controls.lay_out_settings()
+        self.drafters = self._controls.drafters
+        self._connect()
+        self._columns.select(self._pick, picked, [picked, tabs], **AT_ONCE)
+
+    def _lay_out_results(self, *, has_target: bool) -> None:
+        # The key to the race that is kept for a page that is loaded anew.
+        self._key = gr.Textbox(visible="hidden", elem_id="key")
+        with gr.Row(visible=False, elem_id="results") as self._results:
+            self._replay = gr.Button("Replay", size="sm", elem_id="replay", min_width=80)
+            self._speed = gr.Radio(
+                SPEEDS,
+                value=1.0,
+                label="Speed of the replay",
+                show_label=False,
+                container=False,
+                elem_id="speed",
+                min_width=150,
+            )
+            self._alone = gr.Button("Measure alone", size="sm", elem_id="alone", min_width=120, visible=has_target)
+            look = gr.Radio(
+                [COLOURED, PROSE],
+                value=COLOURED,
+                label="Answers",
+                show_label=False,
+                container=False,
+                elem_id="look",
+                min_width=170,
+            )
             self._link = html(elem_id="permalink")
-            self._download = gr.DownloadButton("Download this run (JSON)", size="sm", elem_id="download")
-            self._forget = gr.Button("New conversation", size="sm", visible=False, elem_id="forget")
+            self._download = gr.DownloadButton("Download (JSON)", size="sm", elem_id="download", min_width=130)
+            self._forget = gr.Button("New conversation", size="sm", visible=False, elem_id="forget", min_width=140)
+        look.change(None, look, None, js="(look) => {document.querySelector('#columns').dataset.look = look}", **AT_ONCE)
 
     def _connect(self) -> None:
-        buttons = [self._message, self._start, self._stop]
-        asked = gr.on(
-            [self._controls["prompt"].submit, self._start.click],
-            self._wait,
-            None,
-            buttons,
-            trigger_mode="once",
-            **AT_ONCE,
+        controls = self._controls
+        self._buttons = [self._message, controls.start, controls.stop, self._replay, self._alone]
+        outcome = [self._results, self._link, self._download, self._key]
+        talk = [self._history, self._conversation, self._forget, controls.prompt]
+        outputs = [*self._buttons, self._columns, self._finished, *outcome, *talk]
+        begun = {"fn": self._begin, "inputs": None, "outputs": self._buttons, "trigger_mode": "once", **AT_ONCE}
+        asked = gr.on([controls.prompt.submit, controls.start.click], **begun)
+        raced = asked.then(self._race, [self._history, *controls.inputs], outputs, **RACING)
+        alone = self._alone.click(**begun).then(self._measure_alone, [self._history, self._finished], outputs, **RACING)
+        replayed = self._replay.click(**begun).then(
+            self._play_again, [self._finished, self._speed], [*self._buttons, self._columns], **RACING
         )
-        raced = asked.then(
-            self._race,
-            [self._history, *self._controls.values()],
-            [
-                *(*buttons, self._columns, self._finished),
-                *(self._results, self._link, self._download),
-                *(self._history, self._conversation, self._forget, self._controls["prompt"]),
-            ],
-            **COMPUTING,
-        )
-        raced.failure(self._give_up, None, buttons, **AT_ONCE)
-        self._stop.click(self._end, **AT_ONCE)
-        self._forget.click(self._start_anew, None, [self._history, self._conversation, self._forget], **AT_ONCE)
+        for run in raced, alone, replayed:
+            run.failure(self._give_up, None, self._buttons, **AT_ONCE)
+        controls.stop.click(self._end, **AT_ONCE)
+        self._forget.click(self._start_anew, None, talk[:3], **AT_ONCE)
+        controls.prompt.change(None, controls.prompt, None, js=f"(text) => ({REMEMBER})('prompt', text)", **AT_ONCE)
+        self._key.change(None, self._key, None, js=f"(key) => ({REMEMBER})('race', key)", **AT_ONCE)
 
-    def _wait(self, request: gr.Request) -> Updates:
+    def load(self, page: gr.Blocks) -> gr.events.Dependency:
+        """What happens when the page is opened: the link's settings, or what this tab of the browser had before."""
+        controls = self._controls
+        shown = [self._message, *controls.inputs, self._columns, self._finished, self._results, self._link, self._download]
+        recall = f"() => [({RECALL})('prompt'), ({RECALL})('race')]"
+        return page.load(
+            self._open, [controls.prompt, self._key], shown, js=recall, api_visibility="private", show_progress="hidden"
+        )
+
+    def _open(self, request: gr.Request, prompt: str, key: str) -> Updates:
+        problem = ""
+        try:
+            self._races.refresh()
+        except ValueError as error:
+            problem = str(error)
+        race = self._races.kept(key)
+        query = dict(request.query_params)
+        settings, wrong = self._controls.from_link({**query, "prompt": prompt} if prompt else query)
+        if race is None:
+            return {self._message: render.note(problem or wrong, "error"), **self._controls.show(settings)}
+        return {
+            self._message: render.note("The race before the page was loaded anew."),
+            **self._controls.show(race.settings),
+            **({self._controls.prompt: prompt} if prompt else {}),
+            self._columns: race.html(),
+            **self._shown(race),
+        }
+
+    def _begin(self, request: gr.Request) -> Updates:
         self._races.expect(str(request.session_hash))
         return {
-            self._message: render.note("Waiting for the target, which runs one race at a time …"),
-            self._start: gr.Button(interactive=False),
-            self._stop: gr.Button(interactive=True),
+            self._message: render.note("Starting …"),
+            self._controls.start: gr.Button(interactive=False),
+            self._controls.stop: gr.Button(interactive=True),
+            self._replay: gr.Button(interactive=False),
+            self._alone: gr.Button(interactive=False),
         }
 
     def _end(self, request: gr.Request) -> None:
         """Stop this visitor's race, whether it runs or waits."""
         self._races.stop(str(request.session_hash))
 
-    def follow_link(self, request: gr.Request) -> Updates:
-        """Take the settings from the page's address."""
-        problem = ""
-        try:
-            self._races.refresh()
-        except ValueError as error:
-            problem = str(error)
-        drafters = self._chosen_drafters()
-        try:
-            settings = Settings.from_query({"drafters": ",".join(drafters), **dict(request.query_params)})
-        except ValueError as error:
-            problem = str(error)
-            settings = Settings(drafters=drafters)
-        choices = [(label, name) for name, label in self._races.drafters.items()]
-        values = {**settings.to_dict(), "drafters": gr.Dropdown(choices, value=list(settings.drafters))}
-        return {
-            self._message: render.note(problem, "error"),
-            **{control: values[name] for name, control in self._controls.items()},
-        }
-
     def _race(self, request: gr.Request, history: Messages, *values: Any) -> Iterator[Updates]:
+        yield from self._follow(request, lambda: self._controls.settings(*values), history)
+
+    def _measure_alone(self, request: gr.Request, history: Messages, race: Outcome) -> Iterator[Updates]:
+        settings = replace(race.settings, timing=ALONE)
+        if settings.kind == CHAT and race.columns[0].finish_reason is not None:
+            # The race is the conversation's last turn, and is not a question after itself.
+            history = history[:-2]
+        yield from self._follow(request, lambda: settings, history)
+
+    def _follow(self, request: gr.Request, settings: Callable[[], Settings], history: Messages) -> Iterator[Updates]:
+        def views() -> Iterator[View]:
+            yield from self._races.race(settings(), history, str(request.session_hash))
+
+        yield from self._told(views(), lambda race: self._outcome(race, history))
+
+    def _play_again(self, request: gr.Request, race: Outcome, speed: float) -> Iterator[Updates]:
+        yield from self._told(self._races.replay(race, str(request.session_hash), speed=speed))
+
+    def _told(self, views: Iterator[View], outcome: Callable[[Outcome], Updates] | None = None) -> Iterator[Updates]:
+        """Views as updates, and what stays when they have ended. A mistake of the visitor's becomes a sentence."""
         last = self._rest()
         try:
-            settings = self._settings(values)
-            for view in self._races.race(settings, history, str(request.session_hash)):
+            for view in views:
                 yield {self._message: render.note(view.message), self._columns: view.html or gr.skip()}
-                if view.race is not None:
-                    last |= self._outcome(view.race, history)
+                if view.race is not None and outcome is not None:
+                    last |= outcome(view.race)
         except Exception as error:
             if (sentence := describe(error)) is None:
                 raise
@@ -181,25 +176,24 @@ class CompareTab:
         yield last
 
     def _rest(self) -> Updates:
-        return {self._start: gr.Button(interactive=True), self._stop: gr.Button(interactive=False)}
+        controls = self._controls
+        ready = {button: gr.Button(interactive=True) for button in (controls.start, self._replay, self._alone)}
+        return {**ready, controls.stop: gr.Button(interactive=False)}
 
     def _give_up(self) -> Updates:
-        """The race did not run: the queue was full, or a bug of ours ended it, and its traceback is in the log."""
-        sentence = "The race did not run: too many wait for this target, or selfspec failed (see its log). Try again."
-        return {self._message: render.note(sentence, "error"), **self._rest()}
+        """The race did not run, because of a bug of ours, whose traceback is in the log."""
+        return {self._message: render.note("selfspec failed (see its log): try again.", "error"), **self._rest()}
 
-    def _settings(self, values: tuple[Any, ...]) -> Settings:
-        given = dict(zip(self._controls, values, strict=True))
-        # An emptied field arrives as None.
-        return Settings(**{**given, "drafters": tuple(given["drafters"] or ()), "seed": given["seed"] or 0})
-
-    def _outcome(self, race: Outcome, history: Messages) -> Updates:
-        updates: Updates = {
+    def _shown(self, race: Outcome) -> Updates:
+        return {
             self._finished: race,
             self._results: gr.Row(visible=True),
             self._link: render.permalink(race.settings.query()),
             self._download: str(self._races.save(race)),
         }
+
+    def _outcome(self, race: Outcome, history: Messages) -> Updates:
+        updates: Updates = {**self._shown(race), self._key: self._races.keep(race)}
         answer = race.columns[0]
         if race.settings.kind == CHAT and answer.finish_reason is not None:
             question = {"role": "user", "content": race.settings.prompt}
@@ -209,7 +203,7 @@ class CompareTab:
                 self._history: talk,
                 self._conversation: gr.Chatbot(talk, visible=True),
                 self._forget: gr.Button(visible=True),
-                self._controls["prompt"]: "",
+                self._controls.prompt: "",
             }
         return updates
 
@@ -219,3 +213,8 @@ class CompareTab:
             self._conversation: gr.Chatbot([], visible=False),
             self._forget: gr.Button(visible=False),
         }
+
+    def _pick(self, event: gr.EventData, picked: tuple[str, int, int] | None) -> Updates | tuple[Any, Any]:
+        """Show a step under Why. The serial number makes the same step, chosen again, a change."""
+        serial = picked[2] + 1 if picked else 0
+        return (event.lane, event.step, serial), gr.Tabs(selected=WHY)

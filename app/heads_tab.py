@@ -6,14 +6,22 @@ import gradio as gr
 
 from selfspec.app import render
 from selfspec.app.events import COMPUTING, Updates, html
+from selfspec.app.frame import Frame
 from selfspec.app.local_races import LocalRaces
 from selfspec.failures import describe
 
 
-class HeadsTab:
-    """The tab's components and events. A head that fits is added to the dropdown `drafters`."""
+def build(frame: Frame) -> None:
+    """Open the tab. A server loads its heads by itself, so there is none over a server."""
+    if isinstance(frame.races, LocalRaces):
+        with gr.Tab("Heads"):
+            HeadsTab(frame.races, frame.drafters)
 
-    def __init__(self, races: LocalRaces, drafters: gr.Dropdown) -> None:
+
+class HeadsTab:
+    """The tab's components and events. A head that fits is added to the choices of `drafters`."""
+
+    def __init__(self, races: LocalRaces, drafters: gr.CheckboxGroup) -> None:
         self._races = races
         self._drafters = drafters
         self._source = gr.Dropdown(
@@ -41,5 +49,5 @@ class HeadsTab:
             self._verdict: render.note(report.verdict, "error" if report.drafter is None else "good"),
             self._facts: render.facts(report.facts),
             self._card: report.card or "*This head has no card.*",
-            self._drafters: gr.Dropdown([(label, name) for name, label in self._races.drafters.items()]),
+            self._drafters: gr.CheckboxGroup([(label, name) for name, label in self._races.drafters.items()]),
         }

@@ -12,20 +12,33 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from selfspec.app import race, render
-from selfspec.app.race import Column, Parting
-from selfspec.app.races import Messages, Races, View
-from selfspec.app.settings import LIVE, Settings, label_of
+from selfspec.app import lanes, race
+from selfspec.app.races import MAX_WAITING, Messages, Races, View, described
+from selfspec.app.records import Column, Parting
+from selfspec.app.render import spans
+from selfspec.app.settings import ALONE, TRANSFORMERS, Settings, contestants_of, label_of
+from selfspec.bench.baseline import load_baseline
 from selfspec.bench.tasks import environment
-from selfspec.drafters import Drafter, load_drafter
+from selfspec.drafters import load_drafter
 from selfspec.drafters.names import KINDS, kind_of_head
 from selfspec.drafters.shipped import load_head, shipped_head, shipped_heads
 from selfspec.heads.base import find_head, read_config
 from selfspec.loop.sequence import Request
 from selfspec.model.target import Target
+from selfspec.plan.sizes import ModelSize
 
-# While a column is measured, progress is shown rarely, because drawing uses the same processor.
+# While a column is measured alone, progress is shown rarely, because drawing uses the same processor.
 SECONDS_PER_PROGRESS = 0.5
+# transformers' copy of the target needs its weights again, so it is not loaded unasked where they are large.
+MAX_COPIED_BYTES = 2e9
+WARM_UP_PROMPT = "Say hello."
+
+LEVEL_NOTE = (
+    "Level clocks: the lane whose clock is furthest behind takes the next step, which costs a drafter up to a seventh of its "
+    "speed. “Measure alone” has the exact figures."
+)
+ALONE_NOTE = "Each column ran alone on this machine, after a warm-up."
+SAMPLED_NOTE = " transformers is left out, because its samples cannot be compared."
 
 
 @dataclass(eq=False)
@@ -39,27 +52,16 @@ class Race:
     def column(self, name: str) -> Column:
         return next(column for column in self.columns if column.name == name)
 
-    def badges(self) -> dict[str, str]:
-        """A badge for each column whose verdict is known."""
-        badges = {}
-        for column in self.columns:
-            if column.name in self.partings:
-                parting = self.partings[column.name]
-                badges[column.name] = render.parting_badge(parting) if parting else render.identical_badge()
-            elif column.finish_reason is None:
-                badges[column.name] = render.stopped_badge()
-        if self.columns[0].finish_reason is not None:
-            badges[self.columns[0].name] = render.reference_badge()
-        return badges
-
-    def html(self, at: float | None = None) -> str:
-        """The columns at `at` seconds of the race, or at its end. A column's badge appears when it ends."""
+    def html(self, at: float | None = None, *, is_over: bool = True) -> str:
+        """The columns at `at` seconds of the race, or as far as they got. Verdicts are shown when it is over."""
         shown = self.columns if at is None else [column.until(at) for column in self.columns]
-        over = {
-            column.name for column, whole in zip(shown, self.columns, strict=True) if len(column.steps) == len(whole.steps)
-        }
-        badges = {name: badge for name, badge in self.badges().items() if at is None or name in over}
-        return render.columns(shown, badges, is_comparable=self.settings.timing != LIVE)
+        badges = {name: lanes.parting_badge(parting) for name, parting in self.partings.items()} if is_over else {}
+        return lanes.race(
+            [lanes.Lane(column, spans(column.steps), badges.get(column.name, "")) for column in shown],
+            max_new_tokens=self.settings.max_new_tokens,
+            is_over=is_over,
+            has_steps=True,
+        )
 
 
 @dataclass(frozen=True)
@@ -75,68 +77,53 @@ class HeadReport:
 class LocalRaces(Races):
     """Races on one target. At first they offer prompt lookup and the shipped heads that fit the target."""
 
-    def __init__(self, target: Target) -> None:
-        super().__init__()
+    def __init__(self, target: Target, max_waiting: int = MAX_WAITING) -> None:
+        super().__init__(max_waiting)
         self.target = target
-        self.drafters = {name: label_of(name) for name in ("ngram", *_shipped_drafters(target))}
-        self._loaded: dict[str, Drafter | None] = {"none": None}
+        self.drafters = {name: label_of(name) for name in ("ngram", *_shipped_drafters(target), TRANSFORMERS)}
+        known = [name for name in ("ngram", "eagle") if name in self.drafters]
+        copied = [TRANSFORMERS] if ModelSize.of(target.name).weight_bytes <= MAX_COPIED_BYTES else []
+        self.default_drafters = (*copied, *known)
+        self._loaded: dict[str, race.Racer] = {}
+
+    def about(self) -> tuple[str, ...]:
+        return described(Path(self.target.name).name, str(self.target.dtype).removeprefix("torch."), str(self.target.device))
+
+    def prepare(self) -> None:
+        """Load what races by default, so that the first race begins at once."""
+        for name in ("none", *self.default_drafters):
+            self._contestant(name)
+
+    def _contestant(self, name: str) -> race.Racer:
+        if name not in self._loaded:
+            loaded = load_baseline(self.target) if name == TRANSFORMERS else load_drafter(name, self.target)
+            race.warm_up(self.target, self.target.encode(WARM_UP_PROMPT), loaded)
+            self._loaded[name] = loaded
+        return self._loaded[name]
 
     def _race(self, settings: Settings, prompt: str | Messages, stop: threading.Event) -> Iterator[View]:
         request = Request(self._prompt_ids(prompt), settings.sampling)
         contestants = []
-        for name in ("none", *settings.drafters):
+        for name in contestants_of(settings):
             if name not in self._loaded:
                 yield View(f"Loading {label_of(name)} …")
-                self._loaded[name] = load_drafter(name, self.target)
-            contestants.append((Column(name, label_of(name)), self._loaded[name]))
+            contestants.append((Column(name, label_of(name)), self._contestant(name)))
         result = Race(settings, [column for column, _ in contestants])
-        show = self._together if settings.timing == LIVE else self._alone_then_replay
-        yield from show(result, request, contestants, stop)
-
-    def _alone_then_replay(
-        self,
-        result: Race,
-        request: Request,
-        contestants: list[tuple[Column, Drafter | None]],
-        stop: threading.Event,
-    ) -> Iterator[View]:
-        empty = result.html(at=0.0)
-        yield View("Measuring each column alone, then racing them at their true speed …", empty)
-        last = time.perf_counter()
-        guard = result.settings.use_cost_guard
-        for column in race.measure(self.target, request, contestants, use_cost_guard=guard, is_stopped=stop.is_set):
-            if time.perf_counter() - last >= SECONDS_PER_PROGRESS:
-                place = result.columns.index(column) + 1 if column in result.columns else 1
-                message = f"Measuring {column.label} ({place} of {len(contestants)}): {len(column.token_ids)} tokens …"
-                yield View(message, empty)
+        is_alone = settings.timing == ALONE
+        run = race.run_alone if is_alone else race.run_level
+        doing = "Measuring one after the other, each alone" if is_alone else "Racing with level clocks"
+        yield View(f"{doing} …", result.html(is_over=False))
+        last, interval = time.perf_counter(), SECONDS_PER_PROGRESS if is_alone else race.SECONDS_PER_FRAME
+        guard = settings.use_cost_guard
+        for column in run(self.target, request, contestants, use_cost_guard=guard, is_stopped=stop.is_set):
+            if time.perf_counter() - last >= interval:
+                about = f": {column.label} has {len(column.token_ids)} tokens" if is_alone else ""
+                yield View(f"{doing}{about} …", result.html(is_over=False))
                 last = time.perf_counter()
         self._compare(result, request)
-        start = time.perf_counter()
-        for at in race.frame_times(result.columns):
-            if stop.wait(max(0.0, start + at - time.perf_counter())):
-                break
-            # A page that draws slowly drops frames, so it keeps the pace.
-            if time.perf_counter() - start < at + race.SECONDS_PER_FRAME:
-                yield View("Racing at true speed, each column as it ran alone …", result.html(at))
-        yield self._end(result, stop, "Each column was measured alone on this machine and replayed at its true speed.")
-
-    def _together(
-        self,
-        result: Race,
-        request: Request,
-        contestants: list[tuple[Column, Drafter | None]],
-        stop: threading.Event,
-    ) -> Iterator[View]:
-        message = "Live: the columns take turns on one device, so their timings are not comparable"
-        yield View(f"{message} …", result.html())
-        last = time.perf_counter()
-        guard = result.settings.use_cost_guard
-        for _ in race.run_together(self.target, request, contestants, use_cost_guard=guard, is_stopped=stop.is_set):
-            if time.perf_counter() - last >= race.SECONDS_PER_FRAME:
-                yield View(f"{message} …", result.html())
-                last = time.perf_counter()
-        self._compare(result, request)
-        yield self._end(result, stop, f"{message}.")
+        is_whole = all(column.finish_reason is not None for column in result.columns)
+        message = (ALONE_NOTE if is_alone else LEVEL_NOTE) + ("" if settings.sampling.is_greedy else SAMPLED_NOTE)
+        yield View(message if is_whole or not stop.is_set() else "Stopped.", result.html(), result)
 
     def _compare(self, result: Race, request: Request) -> None:
         """Find where complete answers differ from the reference."""
@@ -144,10 +131,6 @@ class LocalRaces(Races):
         for column in others:
             if reference.finish_reason is not None and column.finish_reason is not None:
                 result.partings[column.name] = race.parting(self.target, request.prompt_ids, column, reference)
-
-    def _end(self, result: Race, stop: threading.Event, message: str) -> View:
-        is_whole = all(column.finish_reason is not None for column in result.columns)
-        return View(message if is_whole or not stop.is_set() else "Stopped.", result.html(), result)
 
     def _prompt_ids(self, prompt: str | Messages) -> list[int]:
         prompt_ids = self.target.encode(prompt)
@@ -182,6 +165,10 @@ class LocalRaces(Races):
         source = source.strip()
         if not source:
             raise ValueError("No head is chosen: choose one, or type a folder or an id on the Hugging Face Hub.")
+        with self.line.turn():
+            return self._examine(source)
+
+    def _examine(self, source: str) -> HeadReport:
         directory = find_head(source)
         record = read_config(directory)
         head_type = record["head_type"]

@@ -10,6 +10,9 @@ import pandas as pd
 
 from selfspec.app import render
 from selfspec.app.events import DRAWING, Updates, html
+from selfspec.app.frame import Frame
+from selfspec.app.remote import Server
+from selfspec.drafters.names import KINDS
 from selfspec.failures import describe
 from selfspec.plan.accelerators import CARDS
 from selfspec.plan.formulas import MAX_PLANNED_DEPTH
@@ -17,6 +20,16 @@ from selfspec.plan.predict import assumed_rates, make_plan
 from selfspec.plan.sizes import DraftSize, ModelSize, draft_size
 
 DEPTH, SPEEDUP = "draft tokens", "speed-up"
+
+
+def build(frame: Frame) -> None:
+    """Open the tab, which predicts when it is first looked at."""
+    source = "" if isinstance(frame.source, Server) else frame.source.name
+    with gr.Tab("Plan") as tab:
+        plan = PlanTab(
+            source, {name: label for name, label in frame.races.drafters.items() if name in KINDS} or {"ngram": "n-gram"}
+        )
+    tab.select(plan.predict, plan.inputs, plan.outputs, **DRAWING)
 
 
 class PlanTab:

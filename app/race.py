@@ -1,7 +1,7 @@
 """Columns of a race: one prompt through several drafters, a timed record of every verify step, and the replay's schedule.
 
-When a column is measured alone, its clock runs only while the decode loop runs, so the time that the page takes to show a
-step is never part of a figure. A step's tensors become plain numbers and text here, so the rest of the page needs no torch.
+A column's clock runs only while its own step runs, so neither the other columns' steps nor the time that the page takes to
+show one are part of a figure. A step's tensors become plain numbers and text here, so the rest of the page needs no torch.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
-from typing import cast
+from typing import Protocol, cast
 
 import torch
+from transformers import PreTrainedModel
 
+from selfspec.app.records import Column, Node, Parting, StepRecord
+from selfspec.bench.baseline import stream_transformers
 from selfspec.bench.compare import WARM_UP
 from selfspec.drafters import Drafter
 from selfspec.loop.decode import decode
@@ -28,171 +30,84 @@ from selfspec.tree import chain
 SECONDS_PER_FRAME = 1 / 15
 
 
-@dataclass(frozen=True)
-class Node:
-    """A node of a candidate tree. `probability` is the drafter's estimate that the whole path to it is accepted."""
+class Timed(Protocol):
+    """What a replay needs of a column, local or remote."""
 
-    token_id: int
-    text: str
-    parent: int
-    depth: int
-    probability: float | None
+    @property
+    def times(self) -> list[float]:
+        """When its steps ended, by its own clock."""
 
 
-@dataclass(frozen=True)
-class StepRecord:
-    """One verify step of one answer.
+# A drafter that takes part; None decodes plainly. transformers' own `generate` takes part as its model.
+Racer = Drafter | PreTrainedModel | None
+Contestant = tuple[Column, Racer]
 
-    Attributes:
-        at: seconds from the start of the answer, prefill included, to the end of this step.
-        draft_seconds, verify_seconds, commit_seconds, host_seconds: parts of the step; host is the loop's time between them.
-        nodes: the candidate tree without padding, the root first.
-        path: the accepted nodes, the root first.
-        chosen: the target's own token at each node of the path, as text: the accepted drafts, then the bonus token.
-        token_ids: the emitted tokens; fewer than `chosen` if the answer ended within the step.
-        pieces: the text that each emitted token completes. Joined over all steps, they are the answer.
+
+def warm_up(target: Target, prompt_ids: list[int], racer: Racer) -> None:
+    """Answer shortly, because what runs for the first time runs slowly."""
+    for _ in _steps(target, Request(prompt_ids, WARM_UP), (Column("", ""), racer), use_cost_guard=False):
+        pass
+
+
+def run_level(
+    target: Target,
+    request: Request,
+    contestants: Sequence[Contestant],
+    *,
+    use_cost_guard: bool,
+    is_stopped: Callable[[], bool],
+) -> Iterator[Column]:
+    """Run with level clocks, and yield a column after each of its steps.
+
+    The column whose clock is furthest behind takes the next step. So at every moment all columns have had the same time, and
+    a slow spell of the machine meets all of them.
     """
-
-    at: float
-    draft_seconds: float
-    verify_seconds: float
-    commit_seconds: float
-    host_seconds: float
-    nodes: list[Node]
-    path: list[int]
-    chosen: list[str]
-    token_ids: list[int]
-    pieces: list[str]
-
-    @property
-    def num_accepted(self) -> int:
-        return len(self.path) - 1
-
-    @property
-    def max_depth(self) -> int:
-        return max(node.depth for node in self.nodes)
-
-    @property
-    def has_refused(self) -> bool:
-        return len(self.nodes) > len(self.path)
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Speed and acceptance so far, as `selfspec compare` defines them. `first_seconds` runs to the first step's end."""
-
-    num_tokens: int
-    num_target_passes: int
-    seconds: float
-    first_seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_tokens / self.seconds
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens per target pass, bonus token included."""
-        return self.num_tokens / self.num_target_passes
-
-
-@dataclass
-class Column:
-    """One drafter's answer so far. `finish_reason` is None while it runs, and stays None if it was stopped."""
-
-    name: str
-    label: str
-    steps: list[StepRecord] = field(default_factory=list)
-    prefill_seconds: float = 0.0
-    finish_reason: str | None = None
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [token_id for step in self.steps for token_id in step.token_ids]
-
-    @property
-    def text(self) -> str:
-        return "".join(piece for step in self.steps for piece in step.pieces)
-
-    def until(self, seconds: float) -> Column:
-        """The column as it stood at `seconds` of its own clock."""
-        steps = [step for step in self.steps if step.at <= seconds]
-        is_whole = len(steps) == len(self.steps)
-        return Column(self.name, self.label, steps, self.prefill_seconds, self.finish_reason if is_whole else None)
-
-    def figures(self) -> Figures | None:
-        """None before the first step."""
-        if not self.steps:
-            return None
-        return Figures(len(self.token_ids), len(self.steps), self.steps[-1].at, self.steps[0].at)
-
-
-@dataclass(frozen=True)
-class Parting:
-    """Where a column first differs from the reference: position, both tokens, and the gap between the target's logits."""
-
-    position: int
-    text: str
-    expected_text: str
-    logit_gap: float
-
-
-def measure(
-    target: Target,
-    request: Request,
-    contestants: Sequence[tuple[Column, Drafter | None]],
-    *,
-    use_cost_guard: bool,
-    is_stopped: Callable[[], bool],
-) -> Iterator[Column]:
-    """Run every column alone after a warm-up, and yield it after each of its steps. A stop ends this column and the rest."""
-    for column, drafter in contestants:
-        warm_up = Request(request.prompt_ids, WARM_UP)
-        for _ in _records(target, warm_up, Column("", ""), drafter, use_cost_guard, is_stopped):
-            pass
-        yield from _records(target, request, column, drafter, use_cost_guard, is_stopped)
-
-
-def run_together(
-    target: Target,
-    request: Request,
-    contestants: Sequence[tuple[Column, Drafter | None]],
-    *,
-    use_cost_guard: bool,
-    is_stopped: Callable[[], bool],
-) -> Iterator[Column]:
-    """Let the columns take steps in turn on one shared clock, so each column's time includes the others' steps."""
-    start = time.perf_counter()
     with ExitStack() as stack:
         running = [
-            stack.enter_context(closing(_records(target, request, column, drafter, use_cost_guard, is_stopped, start)))
-            for column, drafter in contestants
+            (contestant[0], stack.enter_context(closing(_steps(target, request, contestant, use_cost_guard=use_cost_guard))))
+            for contestant in contestants
         ]
-        while running:
-            for records in list(running):
-                try:
-                    yield next(records)
-                except StopIteration:
-                    running.remove(records)
+        while running and not is_stopped():
+            # Of several that are level, the first.
+            behind = min(running, key=lambda pair: pair[0].seconds)
+            column, steps = behind
+            if next(steps, None) is None:
+                running.remove(behind)
+            else:
+                yield column
 
 
-def _records(
+def run_alone(
     target: Target,
     request: Request,
-    column: Column,
-    drafter: Drafter | None,
+    contestants: Sequence[Contestant],
+    *,
     use_cost_guard: bool,
     is_stopped: Callable[[], bool],
-    shared_start: float | None = None,
-) -> Generator[Column]:
-    """Decode into `column`. Its clock stops between steps, unless `shared_start` makes it a wall clock."""
+) -> Iterator[Column]:
+    """Run one column after the other, each after a warm-up, and yield a column after each of its steps."""
+    for contestant in contestants:
+        if is_stopped():
+            return
+        warm_up(target, request.prompt_ids, contestant[1])
+        with closing(_steps(target, request, contestant, use_cost_guard=use_cost_guard)) as steps:
+            while not is_stopped() and next(steps, None) is not None:
+                yield contestant[0]
+
+
+def _steps(target: Target, request: Request, contestant: Contestant, *, use_cost_guard: bool) -> Generator[Column]:
+    """Decode into the column, one step each time. Its clock runs only while a step is asked for."""
+    column, racer = contestant
+    if isinstance(racer, PreTrainedModel):
+        yield from _transformers_steps(target, request, column, racer)
+        return
     recorder = Recorder(target.tokenizer, request.prompt_ids)
     planner = None if use_cost_guard else Planner(is_active=False)
     elapsed = 0.0
     # `decode` returns a generator, though its signature says Iterator. Closing it frees cache and drafter state.
-    decoding = cast("Generator[Step]", decode(target, [request], drafter=drafter, planner=planner))
+    decoding = cast("Generator[Step]", decode(target, [request], drafter=racer, planner=planner))
     with closing(decoding) as steps:
-        while not is_stopped():
+        while True:
             start = time.perf_counter()
             step = next(steps, None)
             seconds = time.perf_counter() - start
@@ -204,10 +119,43 @@ def _records(
                 # The first step includes the prompt's prefill.
                 column.prefill_seconds = sequence.prefill_seconds
                 seconds -= sequence.prefill_seconds
-            at = elapsed if shared_start is None else time.perf_counter() - shared_start
-            column.steps.append(recorder.record(step, at=at, seconds=seconds))
+            column.steps.append(recorder.record(step, at=elapsed, seconds=seconds))
             column.finish_reason = sequence.finish_reason
             yield column
+
+
+def _transformers_steps(target: Target, request: Request, column: Column, model: PreTrainedModel) -> Generator[Column]:
+    """The same for transformers' own `generate`, a token each time. The first one's time is the prompt's."""
+    recorder = Recorder(target.tokenizer, request.prompt_ids)
+    ends = frozenset(target.eos_token_ids)
+    limit = min(request.sampling.max_new_tokens, target.context_length - len(request.prompt_ids))
+    before, elapsed = request.prompt_ids[-1], 0.0
+    tokens = cast("Generator[int]", stream_transformers(model, request.prompt_ids, limit))
+    with closing(tokens):
+        for number in range(1, limit + 1):
+            start = time.perf_counter()
+            token_id = next(tokens, None)
+            seconds = time.perf_counter() - start
+            if token_id is None:
+                # It ended by a rule of the model's own generation config.
+                column.finish_reason = "stop"
+                return
+            elapsed += seconds
+            if token_id in ends:
+                column.finish_reason = "stop"
+            elif number == limit:
+                column.finish_reason = "length"
+            if number == 1:
+                column.prefill_seconds, seconds = seconds, 0.0
+            column.steps.append(
+                recorder.record_token(
+                    before, token_id, at=elapsed, seconds=seconds, ends=ends, is_last=column.finish_reason is not None
+                )
+            )
+            before = token_id
+            yield column
+            if column.finish_reason is not None:
+                return
 
 
 class Recorder:
@@ -235,6 +183,23 @@ class Recorder:
             chosen=[self._text(token_id) for token_id in chosen],
             token_ids=step.emitted[0],
             pieces=self._pieces(step.emitted[0], step.sequences[0].eos_token_ids, is_last=bool(step.finished)),
+        )
+
+    def record_token(
+        self, before: int, token_id: int, *, at: float, seconds: float, ends: frozenset[int], is_last: bool
+    ) -> StepRecord:
+        """A record of a pass that gave one token after the token `before`, without drafts."""
+        return StepRecord(
+            at=at,
+            draft_seconds=0.0,
+            verify_seconds=seconds,
+            commit_seconds=0.0,
+            host_seconds=0.0,
+            nodes=[Node(before, self._text(before), -1, 0, None)],
+            path=[0],
+            chosen=[self._text(token_id)],
+            token_ids=[token_id],
+            pieces=self._pieces([token_id], ends, is_last=is_last),
         )
 
     def _nodes(self, step: Step) -> tuple[list[Node], dict[int, int]]:
@@ -289,10 +254,14 @@ def logit_gap(target: Target, prefix_ids: list[int], token_id: int, other_id: in
     return abs(float(logits[token_id] - logits[other_id]))
 
 
-def frame_times(columns: Iterable[Column]) -> Iterator[float]:
-    """When to draw, in seconds of the race: at the end of every step, but no two frames closer than `SECONDS_PER_FRAME`."""
+def frame_times(columns: Iterable[Timed], speed: float = 1.0) -> Iterator[float]:
+    """When to draw, in seconds of the race: at the end of every step, but no two frames closer than `SECONDS_PER_FRAME`.
+
+    Args:
+        speed: the race's seconds for each second of its replay.
+    """
     last = float("-inf")
-    for at in sorted(step.at for column in columns for step in column.steps):
+    for at in sorted(at for column in columns for at in column.times):
         if at > last:
-            last = max(at, last + SECONDS_PER_FRAME)
+            last = max(at, last + SECONDS_PER_FRAME * speed)
             yield last

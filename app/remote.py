@@ -17,8 +17,7 @@ from typing import Any
 
 import httpx
 
-from selfspec.app.address import api_of
-from selfspec.app.race import Figures
+from selfspec.app.records import Figures, Tick
 
 JSON = dict[str, Any]
 
@@ -62,9 +61,36 @@ class RemoteColumn:
         """None before the first step. At the end, passes are as the server counted them."""
         if not self.pieces or not self.pieces[-1].num_tokens:
             return None
-        last = self.pieces[-1]
+        first, last = self.pieces[0], self.pieces[-1]
         num_passes = self.speculation["verify_passes"] if self.speculation else last.num_passes
-        return Figures(last.num_tokens, num_passes, last.at, self.pieces[0].at)
+        return Figures(last.num_tokens, num_passes, last.at, first.num_tokens, first.at)
+
+    @property
+    def seconds(self) -> float:
+        """When its last piece came."""
+        return self.pieces[-1].at if self.pieces else 0.0
+
+    @property
+    def times(self) -> list[float]:
+        """When its pieces came."""
+        return [piece.at for piece in self.pieces]
+
+    def until(self, seconds: float) -> RemoteColumn:
+        """The column as it stood at `seconds` of its own clock."""
+        pieces = [piece for piece in self.pieces if piece.at <= seconds]
+        if len(pieces) == len(self.pieces):
+            return self
+        return RemoteColumn(self.name, self.label, pieces)
+
+    def ticks(self) -> list[Tick]:
+        """What each piece added. Every pass gives one token of the target's own, so the rest of its tokens were drafted."""
+        ticks, num_tokens, num_passes = [], 0, 0
+        for piece in self.pieces:
+            num_new = piece.num_tokens - num_tokens
+            num_drafted = max(0, num_new - (piece.num_passes - num_passes))
+            ticks.append(Tick(num_new, num_drafted, self.name != "none"))
+            num_tokens, num_passes = piece.num_tokens, piece.num_passes
+        return ticks
 
     def take(self, chunk: JSON, at: float) -> None:
         """Add a chunk of the stream."""

@@ -10,13 +10,15 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from html import escape
 from typing import Any
 
-from selfspec.app import render
+from selfspec.app import lanes
 from selfspec.app.race import SECONDS_PER_FRAME
-from selfspec.app.races import Messages, Races, View
+from selfspec.app.races import MAX_WAITING, Messages, Races, View, described
 from selfspec.app.remote import Call, RemoteColumn, Server
-from selfspec.app.settings import LIVE, Settings, label_of
+from selfspec.app.render import MAX_SHADE
+from selfspec.app.settings import LIVE, MAX_DRAFTERS, Settings, contestants_of, label_of
 from selfspec.bench.compare import WARM_UP
 
 WHY_NEEDS_A_TARGET = (
@@ -39,35 +41,53 @@ class RemoteRace:
             return None
         return column.text == reference.text
 
-    def html(self, *, is_over: bool = False) -> str:
-        """The columns as they stand. A column that has ended has a badge."""
-        badges = {}
-        reference = self.columns[0]
-        for column in self.columns:
-            if column.finish_reason is None:
-                badges[column.name] = render.stopped_badge() if is_over else ""
-            elif column is reference:
-                badges[column.name] = render.reference_badge()
-            elif (is_identical := self.is_identical(column)) is not None:
-                badge = render.same_text_badge() if is_identical else render.text_parting_badge(column.text, reference.text)
-                badges[column.name] = badge
-        return render.remote_columns(self.columns, badges, is_comparable=self.settings.timing != LIVE)
+    def html(self, at: float | None = None, *, is_over: bool = True) -> str:
+        """The columns at `at` seconds of the race, or as far as they got. Verdicts are shown when it is over."""
+        shown = self.columns if at is None else [column.until(at) for column in self.columns]
+        return lanes.race(
+            [lanes.Lane(column, pieces(column), self._badge(column) if is_over else "") for column in shown],
+            max_new_tokens=self.settings.max_new_tokens,
+            is_over=is_over,
+            has_steps=False,
+            is_comparable=self.settings.timing != LIVE,
+        )
+
+    def _badge(self, column: RemoteColumn) -> str:
+        return "" if self.is_identical(column) is None else lanes.text_badge(column.text, self.columns[0].text)
+
+
+def pieces(column: RemoteColumn) -> str:
+    """The text piece by piece, coloured by how many of its tokens were drafted: which ones, the server does not say."""
+    parts = []
+    for number, (piece, tick) in enumerate(zip(column.pieces, column.ticks(), strict=True), start=1):
+        kind = f"draft d{min(tick.num_drafted, MAX_SHADE)}" if tick.num_drafted else "own"
+        title = f"piece {number}: {tick.num_drafted} of {tick.num_tokens} tokens drafted"
+        parts.append(f'<span class="{kind}" title="{title}">{escape(piece.text)}</span>' if piece.text else "")
+    return "".join(parts)
 
 
 class RemoteRaces(Races):
     """Races on a server. It is asked for its drafters at every visit, because it may be restarted, or load other ones."""
 
-    def __init__(self, server: Server) -> None:
-        super().__init__()
+    def __init__(self, server: Server, max_waiting: int = MAX_WAITING) -> None:
+        super().__init__(max_waiting)
         self.server = server
-        self.drafters: dict[str, str] = {}
+        self.drafters = {}
+        self.default_drafters = ("ngram",)
+        self._model = "the server's model"
+
+    def about(self) -> tuple[str, ...]:
+        return described(self._model, self.server.url)
 
     def refresh(self) -> None:
+        self._model = self.server.model()
         self.drafters = {name: label_of(name) for name in self.server.drafters()}
+        known = [name for name in self.drafters if name in ("ngram", "eagle")]
+        self.default_drafters = tuple(known or list(self.drafters)[:MAX_DRAFTERS] or ("ngram",))
 
     def _race(self, settings: Settings, prompt: str | Messages, stop: threading.Event) -> Iterator[View]:
         model = self.server.model()
-        names = ("none", *settings.drafters)
+        names = contestants_of(settings)
         result = RemoteRace(settings, [RemoteColumn(name, label_of(name)) for name in names])
         calls = {name: call_for(model, name, settings, prompt) for name in names}
         is_together = settings.timing == LIVE
@@ -77,14 +97,14 @@ class RemoteRaces(Races):
         else:
             message = f"Each column ran alone on {self.server.url}, one after the other; the clock is this page's"
             for place, (name, call) in enumerate(calls.items(), start=1):
-                yield View(f"Warming {label_of(name)} up ({place} of {len(calls)}) …", result.html())
+                yield View(f"Warming {label_of(name)} up ({place} of {len(calls)}) …", result.html(is_over=False))
                 warm_up = Call(call.path, {**call.body, "max_tokens": WARM_UP.max_new_tokens})
                 for _ in self.server.stream({name: warm_up}, stop.is_set):
                     pass
                 doing = f"{label_of(name)} answers alone ({place} of {len(calls)}) …"
                 yield from self._follow(result, {name: call}, stop, doing)
         is_whole = all(column.finish_reason is not None for column in result.columns)
-        yield View(f"{message}." if is_whole or not stop.is_set() else "Stopped.", result.html(is_over=True), result)
+        yield View(f"{message}." if is_whole or not stop.is_set() else "Stopped.", result.html(), result)
 
     def _follow(self, result: RemoteRace, calls: dict[str, Call], stop: threading.Event, message: str) -> Iterator[View]:
         columns = {column.name: column for column in result.columns}
@@ -92,7 +112,7 @@ class RemoteRaces(Races):
         for name, chunk, at in self.server.stream(calls, stop.is_set):
             columns[name].take(chunk, at)
             if time.perf_counter() - last >= SECONDS_PER_FRAME:
-                yield View(message, result.html())
+                yield View(message, result.html(is_over=False))
                 last = time.perf_counter()
 
     def record(self, result: RemoteRace) -> dict[str, Any]:

@@ -11,15 +11,21 @@ from selfspec.config import SamplingParams
 from selfspec.drafters.names import KINDS
 
 MESSAGE, CHAT, TEXT = "message", "chat", "text"
-ALONE, LIVE = "alone", "live"
+# How columns are timed: with level clocks on a target, or one after the other on a server, which cannot be held back; each
+# alone; all at once on a server, whose timings cannot be compared.
+LEVEL, ALONE, LIVE = "level", "alone", "live"
+# Races as a drafter does, and is none: transformers' own `generate`.
+TRANSFORMERS = "transformers"
 
-MAX_NEW_TOKENS = 512
+# The most that the page's controls can show.
+MOST = {"max_new_tokens": 512, "temperature": 2, "top_k": 200}
 # Besides plain decoding, which always runs. More than four columns would be too narrow to read.
 MAX_DRAFTERS = 3
 
+# What the default target, small as it is, can do, and what its heads foresee.
 EXAMPLES = {
-    "Chat": "What should I see in Paris if I have only one day?",
     "Code": "Write a Python function that returns the n-th Fibonacci number, and explain how it works.",
+    "Maths": "A farmer has 17 sheep. He buys 5 more, then sells 8. How many sheep does he have now? Think step by step.",
     "Summary": (
         "Summarize: The library of Alexandria was one of the largest and most significant libraries of the ancient world. "
         "It was part of a research institution called the Mouseion, which was dedicated to the Muses, the nine goddesses "
@@ -28,8 +34,7 @@ EXAMPLES = {
         "because of the library. It declined gradually over several centuries, starting with the purging of intellectuals "
         "from Alexandria in 145 BC."
     ),
-    "Maths": "A farmer has 17 sheep. He buys 5 more, then sells 8. How many sheep does he have now? Think step by step.",
-    "Translation": "Translate German to English: Alle Tickets behalten für diese Shows ihre Gültigkeit.",
+    "Rainbows": "Explain how rainbows form.",
 }
 
 
@@ -41,24 +46,29 @@ class Settings:
     kind: str = MESSAGE
     system: str = ""
     drafters: tuple[str, ...] = ("ngram",)
-    timing: str = ALONE
-    max_new_tokens: int = 96
+    timing: str = LEVEL
+    max_new_tokens: int = 64
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
-    use_cost_guard: bool = True
+    # Here a drafter is to be seen at work; a server has the guard on.
+    use_cost_guard: bool = False
 
     def __post_init__(self) -> None:
         drafters = tuple(dict.fromkeys(name.strip() for name in self.drafters if name.strip() not in ("", "none")))
         object.__setattr__(self, "drafters", drafters)
         if not 1 <= len(drafters) <= MAX_DRAFTERS:
             raise ValueError(f"{len(drafters)} drafters are chosen: choose one to {MAX_DRAFTERS} to race plain decoding")
-        for name, value, allowed in ("kind", self.kind, (MESSAGE, CHAT, TEXT)), ("timing", self.timing, (ALONE, LIVE)):
+        for name, value, allowed in (
+            ("kind", self.kind, (MESSAGE, CHAT, TEXT)),
+            ("timing", self.timing, (LEVEL, ALONE, LIVE)),
+        ):
             if value not in allowed:
                 raise ValueError(f"{name}={value!r} is not known: use {', '.join(allowed)}")
-        if self.max_new_tokens > MAX_NEW_TOKENS:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} is too many for the page: use at most {MAX_NEW_TOKENS}")
+        for name, most in MOST.items():
+            if getattr(self, name) > most:
+                raise ValueError(f"{name}={getattr(self, name)} is too many for the page: use at most {most}")
         _ = self.sampling
 
     @property
@@ -94,6 +104,22 @@ class Settings:
                 raise ValueError(f"the link's {setting.name}={text!r} cannot be read: correct it or leave it out") from None
         return cls(**values)
 
+    @classmethod
+    def from_link(cls, query: Mapping[str, str]) -> tuple[Settings, str]:
+        """The settings of a link without what is wrong with it, and what that is in one sentence, or nothing."""
+        try:
+            return cls.from_query(query), ""
+        except ValueError as error:
+            problem = str(error)
+        good: dict[str, str] = {}
+        for name, text in query.items():
+            try:
+                cls.from_query({**good, name: text})
+            except ValueError:
+                continue
+            good[name] = text
+        return cls.from_query(good), problem
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -102,7 +128,7 @@ _READERS: dict[type, Any] = {
     str: str,
     int: int,
     float: float,
-    bool: {"True": True, "False": False}.__getitem__,
+    bool: lambda text: {"true": True, "1": True, "false": False, "0": False}[text.lower()],
     tuple: lambda text: tuple(text.split(",")),
 }
 
@@ -112,3 +138,10 @@ def label_of(drafter: str) -> str:
     name, _, argument = drafter.partition(":")
     label = KINDS[name].label if name in KINDS else name
     return f"{label} · {argument.rstrip('/').rpartition('/')[2]}" if argument else label
+
+
+def contestants_of(settings: Settings) -> tuple[str, ...]:
+    """The columns by name: plain decoding first, then transformers if it takes part, which is greedy only."""
+    drafters = [name for name in settings.drafters if name != TRANSFORMERS]
+    has_transformers = TRANSFORMERS in settings.drafters and settings.sampling.is_greedy
+    return ("none", *([TRANSFORMERS] if has_transformers else []), *drafters)

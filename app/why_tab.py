@@ -6,14 +6,25 @@ import gradio as gr
 
 from selfspec.app import render
 from selfspec.app.events import DRAWING, Updates, html
-from selfspec.app.local_races import Race
-from selfspec.app.race import Column
+from selfspec.app.frame import WHY, Frame
+from selfspec.app.local_races import LocalRaces, Race
+from selfspec.app.records import Column
+from selfspec.app.remote_races import WHY_NEEDS_A_TARGET
+
+
+def build(frame: Frame) -> None:
+    """Open the tab. Over a server it can only say why it shows nothing."""
+    with gr.Tab("Why", id=WHY):
+        if isinstance(frame.races, LocalRaces):
+            WhyTab(frame.finished, frame.picked)
+        else:
+            html(render.note(WHY_NEEDS_A_TARGET))
 
 
 class WhyTab:
-    """The tab's components and events. It shows the race that `finished` holds."""
+    """The tab's components and events. It shows the race that `finished` holds, at the step that `picked` holds."""
 
-    def __init__(self, finished: gr.State) -> None:
+    def __init__(self, finished: gr.State, picked: gr.State) -> None:
         self._hint = html(render.note("Run a race under Compare first: this tab then shows its steps."))
         with gr.Column(visible=False) as self._body:
             self._column = gr.Radio([], label="Column", elem_id="column")
@@ -26,6 +37,7 @@ class WhyTab:
             self._open, finished, [self._hint, self._body, self._column, self._number, self._plots, *drawn], **DRAWING
         )
         self._column.input(self._show_column, [finished, self._column], [self._number, self._plots, *drawn], **DRAWING)
+        picked.change(self._show_picked, [finished, picked], [self._column, self._number, self._plots, *drawn], **DRAWING)
         self._number.input(self._show_step, [finished, self._column, self._number], drawn, **DRAWING)
 
     def _open(self, race: Race) -> Updates:
@@ -49,6 +61,16 @@ class WhyTab:
             self._number: gr.Slider(maximum=max(2, len(column.steps)), value=best + 1),
             self._plots: render.plots(column),
             **self._draw(column, best),
+        }
+
+    def _show_picked(self, race: Race, picked: tuple[str, int, int]) -> Updates:
+        name, at, _ = picked
+        column = race.column(name)
+        return {
+            self._column: name,
+            self._number: gr.Slider(maximum=max(2, len(column.steps)), value=at + 1),
+            self._plots: render.plots(column),
+            **self._draw(column, at),
         }
 
     def _show_step(self, race: Race, name: str, number: int) -> Updates:
