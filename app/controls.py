@@ -118,7 +118,8 @@ class Controls:
     def from_link(self, query: Mapping[str, str]) -> tuple[Settings, str]:
         """The settings of a link, over the page's defaults, and what is wrong with it."""
         self._defaults = Settings(drafters=self._races.default_drafters)
-        return Settings.from_link({"drafters": ",".join(self._defaults.drafters), **query})
+        first_example = next(iter(EXAMPLES.values()))
+        return Settings.from_link({"prompt": first_example, "drafters": ",".join(self._defaults.drafters), **query})
 
     def _offered(self) -> list[tuple[str, str]]:
         return [(label, name) for name, label in self._races.drafters.items()]

@@ -21,7 +21,7 @@ class Frame:
         source: the target, or the server, that the page is for.
         tabs: the row of tabs; an event selects one by its id.
         finished: the last race that ended, complete or stopped. Compare sets it.
-        picked: the step that a visitor chose in a race: (drafter, step from 0, serial number). Compare sets it and opens Why.
+        picked: the step that a visitor chose: (drafter, step from 0, serial number). Compare sets it, and opens Why.
         drafters: the component that offers drafters. A tab that finds a new one updates its choices.
     """
 

@@ -136,11 +136,11 @@ def _lane(
     share = min(1.0, _num_tokens(column) / scale.num_tokens)
     main, others = _figures(column, baselines, is_over=is_over or state == "done")
     gain = next((value for name, value, _ in main if name == "vs plain"), "–")
-    prose = f'<div class="prose">{MARKDOWN.render(column.text)}</div>' if is_over else ""
+    prose = f'<div class="markdown">{MARKDOWN.render(column.text)}</div>' if is_over else ""
     return (
         f'<section class="column {state}{" winner" if is_winner else ""}">'
-        f'<details open data-lane="{escape(column.name)}"><summary>'
-        f'<span class="who"><h2>{label}</h2>{_place(state, is_winner)}{badge}</span>'
+        f'<details open="" data-lane="{escape(column.name)}"><summary>'
+        f'<span class="who"><h2>{label}</h2>{_place(state, is_winner, badge)}{badge}</span>'
         f'<span class="gain">{gain}</span><span class="clock">{column.seconds:.1f} s</span>'
         f'<span class="track" role="progressbar" aria-label="{label}" aria-valuemin="0" aria-valuemax="100" '
         f'aria-valuenow="{100 * share:.0f}"><i style="--share:{share:.4f}"></i></span></summary>'
@@ -152,9 +152,12 @@ def _lane(
     )
 
 
-def _place(state: str, is_winner: bool) -> str:
+def _place(state: str, is_winner: bool, badge: str) -> str:
+    """How far it is. A verdict tells that it is done."""
     if is_winner:
         return '<span class="state first" title="the first to have the whole answer, by its own clock"><i></i>first</span>'
+    if badge:
+        return ""
     hint = {
         "waits": "its turn comes",
         "runs": "it has not finished yet",

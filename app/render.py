@@ -260,8 +260,8 @@ def _plot(title: str, hint: str, bars: Iterable[tuple[str, float, str]], kind: s
 def heading(target: str, *details: str) -> str:
     """The page's title, and what it runs on."""
     return (
-        '<div class="heading"><h1>selfspec</h1><p>The same answer in fewer passes: a drafter proposes tokens, the target '
-        f"keeps those it would have written itself. Target: <b>{escape(target)}</b>, {escape(', '.join(details))}.</p></div>"
+        '<div class="heading"><h1>selfspec</h1><p>The same answer in fewer passes: a drafter guesses tokens, and the model '
+        f"checks many at once.</p><p><b>{escape(target)}</b>, {escape(', '.join(details))}</p></div>"
     )
 
 

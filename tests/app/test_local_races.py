@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
 from selfspec import SamplingParams, generate
+from selfspec.app import races as races_module
 from selfspec.app.local_races import LocalRaces, without_front_matter
-from selfspec.app.race import SECONDS_PER_FRAME, Parting
+from selfspec.app.race import SECONDS_PER_FRAME
 from selfspec.app.races import prompt_of
-from selfspec.app.settings import CHAT, LIVE, TEXT, Settings
+from selfspec.app.records import Parting
+from selfspec.app.settings import ALONE, CHAT, LEVEL, TEXT, TRANSFORMERS, Settings
 
 PROMPT = "the cat sat on the mat and the cat sat"
 SHORT = {"prompt": PROMPT, "max_new_tokens": 24, "drafters": ("ngram", "truncated:1")}
@@ -27,33 +30,88 @@ def last(views):
     return end
 
 
-def test_a_race_ends_with_every_column_identical(races, target):
-    views = list(races.race(Settings(**SHORT), [], "me"))
+@pytest.mark.parametrize("timing", [LEVEL, ALONE])
+def test_a_race_ends_with_every_column_identical(races, target, timing):
+    views = list(races.race(Settings(**SHORT, timing=timing), [], "me"))
     race = views[-1].race
     assert all(view.race is None for view in views[:-1])
     prompt = target.encode([{"role": "user", "content": PROMPT}])
     [expected] = generate(target, [prompt], sampling=SamplingParams(max_new_tokens=24))
     assert [column.token_ids for column in race.columns] == [expected.token_ids] * 3
-    assert views[-1].html.count("✓ identical") == 2 and views[-1].html.count(">reference<") == 1
-    assert "measured alone" in views[-1].message
+    assert views[-1].html.count("✓ identical") == 2 and views[-1].html.count(">to match<") == 1
+    assert ("ran alone" if timing == ALONE else "Level clocks") in views[-1].message
 
 
-def test_the_replay_takes_the_time_that_the_slowest_column_took(races):
-    times = []
-    for view in races.race(Settings(**{**SHORT, "max_new_tokens": 120}), [], "me"):
-        times.append((time.perf_counter(), view))
-    racing = [at for at, view in times if view.message.startswith("Racing")]
-    slowest = max(column.steps[-1].at for column in times[-1][1].race.columns)
-    assert times[-1][0] - racing[0] <= slowest + 1.0
-    assert times[-1][0] - racing[0] >= slowest - 2 * SECONDS_PER_FRAME - 0.05
-    assert len(racing) <= slowest / SECONDS_PER_FRAME + 2
+def test_no_column_is_called_stopped_while_it_runs(races, target, monkeypatch):
+    forward = target.run_flat
+
+    def slow_forward(*args, **kwargs):
+        time.sleep(0.02)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(target, "run_flat", slow_forward)
+    *running, end = races.race(Settings(**SHORT), [], "me")
+    shown = [view.html for view in running if view.html]
+    assert len(shown) > 5 and not any(">stopped<" in html for html in shown)
+    assert shown[0].count(">waits<") == 3 and any(html.count(">runs<") == 3 for html in shown)
+    assert end.html.count('class="column done') == 3 and end.html.count("winner") == 1
 
 
-def test_live_shows_no_speed_up_and_says_why(races):
-    views = list(races.race(Settings(**SHORT, timing=LIVE), [], "me"))
-    assert "not comparable" in views[0].message and "not comparable" in views[-1].message
-    assert views[-1].html.count("<dt>speed-up</dt><dd>–</dd>") == 3
-    assert views[-1].html.count("✓ identical") == 2
+def test_transformers_races_and_every_lane_is_compared_with_it(races):
+    settings = Settings(prompt=PROMPT, max_new_tokens=12, drafters=("ngram", TRANSFORMERS))
+    end = last(races.race(settings, [], "me"))
+    assert [column.name for column in end.race.columns] == ["none", TRANSFORMERS, "ngram"]
+    assert end.html.count("<dt>vs transformers</dt>") == 3 and end.html.count("✓ identical") == 2
+    sampled = last(races.race(replace(settings, temperature=1.0), [], "me"))
+    assert [column.name for column in sampled.race.columns] == ["none", "ngram"]
+    assert "transformers is left out" in sampled.message and "vs transformers" not in sampled.html
+
+
+@pytest.mark.parametrize("speed", [0.5, 1.0, 2.0])
+def test_a_replay_takes_the_time_of_the_slowest_column(races, speed):
+    race = last(races.race(Settings(**{**SHORT, "max_new_tokens": 120}), [], "me")).race
+    start = time.perf_counter()
+    views = [(time.perf_counter() - start, view) for view in races.replay(race, "me", speed=speed)]
+    slowest = max(column.steps[-1].at for column in race.columns) / speed
+    assert slowest - 2 * SECONDS_PER_FRAME - 0.05 <= views[-1][0] <= slowest + 1.0
+    assert len(views) <= slowest / SECONDS_PER_FRAME + 3
+    assert views[-1][1].html == race.html()
+
+
+def test_a_replay_can_be_stopped(races):
+    race = last(races.race(Settings(**{**SHORT, "max_new_tokens": 120}), [], "me")).race
+    replay = races.replay(race, "me", speed=0.01)
+    next(replay)
+    races.stop("me")
+    assert next(replay).html == race.html()
+    assert list(replay) == []
+
+
+def test_visitors_wait_in_line_are_told_their_place_and_can_leave(target):
+    races = LocalRaces(target, max_waiting=2)
+    long = Settings(prompt=PROMPT, max_new_tokens=512, drafters=("ngram",))
+    first, second, third = (races.race(long, [], name) for name in ("a", "b", "c"))
+    next(first)
+    assert "one visitor is before you" in next(second).message
+    assert "2 visitors are before you" in next(third).message
+    with pytest.raises(ValueError, match="too many wait for this target"):
+        next(races.race(long, [], "d"))
+    start = time.perf_counter()
+    races.stop("b")
+    assert [view.message for view in second] == ["Stopped."]
+    assert time.perf_counter() - start < 0.5
+    assert "one visitor is before you" in next(third).message
+    first.close()
+    assert "Waiting" not in next(third).message
+    third.close()
+
+
+def test_finished_races_are_kept_for_a_while(races, monkeypatch):
+    monkeypatch.setattr(races_module, "MAX_KEPT", 2)
+    kept = [object() for _ in range(3)]
+    keys = [races.keep(race) for race in kept]
+    assert len(set(keys)) == 3 and [races.kept(key) for key in keys] == [None, *kept[1:]]
+    assert races.kept("") is None
 
 
 def test_sampled_columns_are_identical_too(races):
@@ -61,7 +119,7 @@ def test_sampled_columns_are_identical_too(races):
     assert set(race.partings.values()) == {None}
 
 
-@pytest.mark.parametrize("timing", ["alone", LIVE])
+@pytest.mark.parametrize("timing", [ALONE, LEVEL])
 def test_stop_ends_a_race_that_would_go_on(races, target, monkeypatch, timing):
     settings = Settings(prompt=PROMPT, max_new_tokens=512, drafters=("ngram",), timing=timing)
     verify, num_passes = target.run_flat, 0

@@ -13,17 +13,9 @@ from hypothesis import strategies as st
 
 from selfspec import SamplingParams, generate, load_drafter
 from selfspec.app import race
-from selfspec.app.race import (
-    SECONDS_PER_FRAME,
-    Column,
-    Node,
-    StepRecord,
-    frame_times,
-    logit_gap,
-    measure,
-    parting,
-    run_together,
-)
+from selfspec.app.race import SECONDS_PER_FRAME, frame_times, logit_gap, parting, run_alone, run_level
+from selfspec.app.records import Column, Node, StepRecord
+from selfspec.bench.baseline import load_baseline
 from selfspec.drafters import NgramDrafter
 from selfspec.loop.sequence import Request
 
@@ -49,7 +41,7 @@ def contestants(target):
     return [(Column(name, name), drafter) for name, drafter in drafters(target).items()]
 
 
-@pytest.mark.parametrize("run", [measure, run_together])
+@pytest.mark.parametrize("run", [run_alone, run_level])
 def test_columns_hold_the_answers_of_generate(target, request_, run):
     racing = contestants(target)
     for _ in run(target, request_, racing, use_cost_guard=False, is_stopped=never):
@@ -76,7 +68,7 @@ def test_the_end_token_is_no_text(target, request_, monkeypatch):
     ending = Request(request_.prompt_ids, SamplingParams(max_new_tokens=40))
     [expected] = generate(target, [PROMPT], sampling=ending.sampling)
     racing = [(Column("none", ""), None)]
-    for _ in measure(target, ending, racing, use_cost_guard=True, is_stopped=never):
+    for _ in run_alone(target, ending, racing, use_cost_guard=True, is_stopped=never):
         pass
     assert racing[0][0].finish_reason == expected.finish_reason == "stop"
     assert racing[0][0].text == expected.text != target.tokenizer.decode(expected.token_ids)
@@ -84,7 +76,7 @@ def test_the_end_token_is_no_text(target, request_, monkeypatch):
 
 def test_records_describe_the_tree_and_the_walk(target, request_):
     racing = contestants(target)
-    for _ in measure(target, request_, racing, use_cost_guard=False, is_stopped=never):
+    for _ in run_alone(target, request_, racing, use_cost_guard=False, is_stopped=never):
         pass
     branching = racing[2][0]
     num_branches = 0
@@ -104,13 +96,14 @@ def test_records_describe_the_tree_and_the_walk(target, request_):
     assert branching.steps[-1].max_depth < branching.steps[0].max_depth
 
 
-def test_the_clock_stands_still_while_the_page_works(target, request_, monkeypatch):
+@pytest.mark.parametrize("run", [run_alone, run_level])
+def test_the_clock_stands_still_while_the_page_works(target, request_, monkeypatch, run):
     racing = [(Column("none", ""), None)]
     # What the page does takes an hour each time, by this clock alone.
     seconds_of_page = 0.0
     perf_counter = time.perf_counter
     monkeypatch.setattr(race, "time", SimpleNamespace(perf_counter=lambda: perf_counter() + seconds_of_page))
-    for _ in measure(target, request_, racing, use_cost_guard=True, is_stopped=never):
+    for _ in run(target, request_, racing, use_cost_guard=True, is_stopped=never):
         seconds_of_page += 3600
     steps = racing[0][0].steps
     assert len(steps) > 1 and steps[-1].at < 3600
@@ -119,6 +112,33 @@ def test_the_clock_stands_still_while_the_page_works(target, request_, monkeypat
         step.draft_seconds + step.verify_seconds + step.commit_seconds + step.host_seconds for step in steps
     )
     assert parts == pytest.approx(steps[-1].at, rel=0.05)
+
+
+def test_the_column_whose_clock_is_furthest_behind_takes_the_next_step(target, request_):
+    racing = contestants(target)
+    clocks = {id(column): 0.0 for column, _ in racing}
+    num_steps = 0
+    for column in run_level(target, request_, racing, use_cost_guard=False, is_stopped=never):
+        running = [clocks[id(other)] for other, _ in racing if other.finish_reason is None or other is column]
+        assert clocks[id(column)] == min(running)
+        clocks[id(column)] = column.seconds
+        num_steps += 1
+    assert num_steps == sum(len(column.steps) for column, _ in racing)
+
+
+@pytest.mark.parametrize("run", [run_alone, run_level])
+def test_transformers_races_as_itself(target, request_, run):
+    plain, theirs = Column("none", ""), Column("transformers", "")
+    greedy = Request(request_.prompt_ids, SamplingParams(max_new_tokens=40))
+    racing = [(plain, None), (theirs, load_baseline(target))]
+    for _ in run(target, greedy, racing, use_cost_guard=False, is_stopped=never):
+        pass
+    assert (theirs.token_ids, theirs.text, theirs.finish_reason) == (plain.token_ids, plain.text, plain.finish_reason)
+    assert [tick.num_drafted for tick in theirs.ticks()] == [0] * len(plain.token_ids)
+    before = request_.prompt_ids[-1]
+    for step in theirs.steps:
+        assert [node.token_id for node in step.nodes] == [before]
+        [before] = step.token_ids
 
 
 class CountingDrafter(NgramDrafter):
@@ -134,7 +154,7 @@ class CountingDrafter(NgramDrafter):
         self.num_held -= 1
 
 
-@pytest.mark.parametrize("run", [measure, run_together])
+@pytest.mark.parametrize("run", [run_alone, run_level])
 def test_a_stop_ends_the_work_and_frees_what_it_held(target, request_, run):
     drafter = CountingDrafter()
     racing = [(Column("a", ""), drafter), (Column("b", ""), None)]
@@ -151,7 +171,7 @@ def test_a_stop_ends_the_work_and_frees_what_it_held(target, request_, run):
     assert [column.finish_reason for column, _ in racing] == [None, None]
 
 
-@pytest.mark.parametrize("run", [measure, run_together])
+@pytest.mark.parametrize("run", [run_alone, run_level])
 def test_closing_early_frees_too(target, request_, run):
     drafter = CountingDrafter()
     running = run(target, request_, [(Column("a", ""), drafter)], use_cost_guard=False, is_stopped=never)
@@ -164,7 +184,7 @@ def test_closing_early_frees_too(target, request_, run):
 def test_parting_names_the_place_and_the_gap(target, request_):
     reference, column = Column("none", ""), Column("other", "")
     for each in reference, column:
-        for _ in measure(target, request_, [(each, None)], use_cost_guard=True, is_stopped=never):
+        for _ in run_alone(target, request_, [(each, None)], use_cost_guard=True, is_stopped=never):
             pass
     assert parting(target, request_.prompt_ids, column, reference) is None
 
@@ -198,6 +218,12 @@ def test_frames_show_every_step_soon_and_keep_their_distance(times):
     for at in (at for of in times for at in of):
         assert any(at <= frame <= at + SECONDS_PER_FRAME + 1e-9 for frame in frames)
     assert all(column.until(frames[-1]).token_ids == column.token_ids for column in columns)
+
+
+def test_half_the_speed_has_twice_the_frames():
+    column = at_times(*(i / 100 for i in range(1, 400)))
+    counts = [len(list(frame_times([column], speed))) for speed in (2.0, 1.0, 0.5)]
+    assert counts[2] == pytest.approx(2 * counts[1], abs=3) and counts[1] == pytest.approx(2 * counts[0], abs=3)
 
 
 def test_a_column_at_a_time_is_not_finished_before_its_end():

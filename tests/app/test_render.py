@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.app import render
-from selfspec.app.race import Column, Node, Parting, StepRecord
+from selfspec.app.records import Column, Node, StepRecord
 from selfspec.app.render import acceptance_by_position, fate, spans, tree
 
 HOSTILE = "</span><script>alert('x')</script>\"&"
@@ -109,13 +109,11 @@ def test_tree_is_drawn_by_depth_without_collisions():
 def test_hostile_tokens_stay_text():
     nodes = [Node(0, HOSTILE, -1, 0, None), Node(1, HOSTILE, 0, 1, 0.5)]
     evil = step(nodes, [0], [HOSTILE], at=0.5)
-    column = Column(HOSTILE, HOSTILE, [evil])
-    badge = render.parting_badge(Parting(0, HOSTILE, HOSTILE, 0.5))
     for html in (
-        render.columns([column, column], {HOSTILE: badge}, is_comparable=True),
+        spans([evil]),
         render.step([evil], 0),
         render.answer([evil], 0),
-        render.plots(column),
+        render.plots(Column(HOSTILE, HOSTILE, [evil])),
         render.note(HOSTILE, "error"),
         render.facts({HOSTILE: HOSTILE}),
         render.permalink(HOSTILE),
@@ -126,17 +124,11 @@ def test_hostile_tokens_stay_text():
         ElementTree.fromstring(f"<root>{html}</root>")
 
 
-def test_figures_compare_with_the_first_column():
-    slow = Column("none", "slow", [step([Node(0, "", -1, 0, None)], [0], ["x"], at=1.0)])
-    fast = Column("x", "fast", [branching(at=0.5)])
-    html = render.columns([slow, fast], {}, is_comparable=True)
-    assert re.findall(r"<dt>speed-up</dt><dd>([^<]+)", html) == ["1.00×", "6.00×"]
-    assert re.findall(r"<dt>tokens/s</dt><dd>([^<]+)", html) == ["1.0", "6.0"]
-    assert re.findall(r"<dt>acceptance length</dt><dd>([^<]+)", html) == ["1.00", "3.00"]
-    live = render.columns([slow, fast], {}, is_comparable=False)
-    assert re.findall(r"<dt>speed-up</dt><dd>([^<]+)", live) == ["–", "–"]
-    waiting = render.columns([Column("none", "a"), Column("x", "b")], {}, is_comparable=True)
-    assert set(re.findall(r"</dt><dd>([^<]+)", waiting)) == {"–"}
+def test_code_has_a_fixed_width():
+    texts = ["Look", ":\n``", "`py", "\nx = 1\n", "```", " done"]
+    shown = spans([step([Node(0, "", -1, 0, None)], [0], [text]) for text in texts])
+    kinds = re.findall(r'<span class="([^"]+)" title="[^"]*">([^<]+)', shown)
+    assert [text for kind, text in kinds if "code" in kind] == ["`py", "\nx = 1\n"]
 
 
 def test_acceptance_by_position_counts_steps_that_drafted_so_deep():

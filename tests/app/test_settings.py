@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.app.settings import CHAT, LIVE, MESSAGE, TEXT, Settings, label_of
+from selfspec.app.settings import ALONE, CHAT, LEVEL, LIVE, MESSAGE, TEXT, Settings, label_of
 
 anything = st.builds(
     Settings,
@@ -16,7 +16,7 @@ anything = st.builds(
     drafters=st.lists(
         st.sampled_from(["ngram", "ngram:4", "eagle", "medusa:a/b c&d"]), min_size=1, max_size=3, unique=True
     ).map(tuple),
-    timing=st.just(LIVE),
+    timing=st.sampled_from([LEVEL, ALONE, LIVE]),
     max_new_tokens=st.integers(1, 512),
     temperature=st.floats(0, 2),
     top_p=st.floats(0.1, 1),
@@ -45,7 +45,10 @@ def test_a_link_names_only_what_was_changed():
         ({"use_cost_guard": "maybe"}, "the link's use_cost_guard='maybe' cannot be read"),
         ({"temperature": "-1"}, "temperature=-1.0 is not allowed"),
         ({"max_new_tokens": "100000"}, "too many for the page: use at most 512"),
-        ({"timing": "never"}, "timing='never' is not known: use alone, live"),
+        ({"temperature": "9"}, "temperature=9.0 is too many for the page: use at most 2"),
+        ({"temperature": "nan"}, "temperature=nan is not allowed"),
+        ({"top_k": "1000"}, "top_k=1000 is too many for the page: use at most 200"),
+        ({"timing": "never"}, "timing='never' is not known: use level, alone, live"),
         ({"drafters": ""}, "0 drafters are chosen: choose one to 3"),
         ({"drafters": "ngram,ngram:2,ngram:3,ngram:4"}, "4 drafters are chosen"),
     ],
@@ -53,6 +56,21 @@ def test_a_link_names_only_what_was_changed():
 def test_a_bad_link_is_refused_in_a_sentence(query, message):
     with pytest.raises(ValueError, match=message):
         Settings.from_query(query)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("false", False), ("False", False), ("0", False), ("true", True), ("TRUE", True)]
+)
+def test_a_link_may_say_yes_and_no_as_people_do(text, value):
+    assert Settings.from_query({"use_cost_guard": text}).use_cost_guard is value
+
+
+def test_a_bad_link_loses_nothing_else():
+    query = {"prompt": "Hello", "temperature": "9", "max_new_tokens": "12", "drafters": "eagle", "seed": "x"}
+    settings, problem = Settings.from_link(query)
+    assert settings == Settings(prompt="Hello", max_new_tokens=12, drafters=("eagle",))
+    assert "seed='x' cannot be read" in problem
+    assert Settings.from_link({"prompt": "Hello"}) == (Settings(prompt="Hello"), "")
 
 
 def test_drafters_are_told_apart_once_each():
@@ -64,5 +82,5 @@ def test_samples_are_always_seeded():
 
 
 def test_labels():
-    assert label_of("none") == "autoregressive"
+    assert label_of("none") == "plain"
     assert label_of("eagle:runs/mine/head/") == "EAGLE · head"
