@@ -81,7 +81,7 @@ def token_counts(page: Any) -> list[int]:
 def test_columns_stream_and_turn_out_identical(page, address):
     visit(page, address, prompt=PROMPT, max_new_tokens=60)
     page.press("#prompt textarea", "Enter")
-    page.wait_for_selector("#message >> text=Racing at true speed")
+    page.wait_for_selector("#message >> text=Racing with level clocks")
     seen = [token_counts(page)]
     while page.is_disabled("#start"):
         page.wait_for_function(
@@ -95,7 +95,7 @@ def test_columns_stream_and_turn_out_identical(page, address):
         assert len({count for count in shown if count > 0}) >= 3
         assert list(shown) == sorted(shown)
     badges = page.locator(".badge").all_inner_texts()
-    assert badges == ["reference", "✓ identical", "✓ identical"]
+    assert badges == ["to match", "✓ identical", "✓ identical"]
     answers = page.eval_on_selector_all(".race .answer", "all => all.map(answer => answer.textContent)")
     assert len(set(answers)) == 1 and answers[0]
     assert "×" in page.inner_text(".race section:nth-child(2) .figures")
@@ -122,14 +122,14 @@ def test_steps_can_be_looked_into(page, address):
         drafts = page.locator("#tree .outcomes tbody tr").count()
         assert page.locator("#tree g.node:not(.bonus)").count() == drafts + 1
         assert page.locator("#text mark.step").count() == 1
-    page.locator("#column").get_by_label("autoregressive").click()
+    page.locator("#column").get_by_label("plain").click()
     page.wait_for_selector("#tree >> text=Step 1 of 24")
     assert page.locator("#tree g.node").count() == 2
     assert page.locator("#plots figure").count() == 3
 
 
 def test_stop_ends_a_race_and_leaves_the_page_usable(page, address, race_ended):
-    visit(page, address, prompt=PROMPT, max_new_tokens=512, timing="live")
+    visit(page, address, prompt=PROMPT, max_new_tokens=512)
     page.click("#start")
     page.wait_for_function("document.querySelectorAll('.race .answer span').length > 10")
     page.click("#stop")
@@ -150,15 +150,24 @@ def test_stop_ends_a_race_and_leaves_the_page_usable(page, address, race_ended):
 def test_visitors_wait_their_turn_and_a_full_queue_says_so(browser, address):
     pages = [browser.new_page() for _ in range(3)]
     for page in pages:
-        visit(page, address, prompt=PROMPT, max_new_tokens=512, timing="live")
+        visit(page, address, prompt=PROMPT, max_new_tokens=512)
     # One races, one waits, and there is no room for a third.
     pages[0].click("#start")
     pages[0].wait_for_function("document.querySelectorAll('.race .answer span').length > 10")
     pages[1].click("#start")
     pages[1].wait_for_selector("#message >> text=Waiting for the target")
+    assert "one visitor is before you" in pages[1].inner_text("#message")
     pages[2].click("#start")
     pages[2].wait_for_selector("#message >> text=too many wait")
     wait_until_idle(pages[2])
+    # Whoever waits can leave at once, and stand in line again.
+    start = time.perf_counter()
+    pages[1].click("#stop")
+    pages[1].wait_for_selector("#message >> text=Stopped.")
+    assert time.perf_counter() - start < 5
+    wait_until_idle(pages[1])
+    pages[1].click("#start")
+    pages[1].wait_for_selector("#message >> text=Waiting for the target")
     pages[0].click("#stop")
     pages[1].wait_for_function("document.querySelectorAll('.race .answer span').length > 10")
     pages[1].click("#stop")
@@ -169,7 +178,7 @@ def test_visitors_wait_their_turn_and_a_full_queue_says_so(browser, address):
 
 def test_closing_the_page_ends_its_race(browser, address, passes, race_ended):
     page = browser.new_page()
-    visit(page, address, prompt=PROMPT, max_new_tokens=512, timing="live")
+    visit(page, address, prompt=PROMPT, max_new_tokens=512)
     page.click("#start")
     page.wait_for_function("document.querySelectorAll('.race .answer span').length > 10")
     num_passes = len(passes)
@@ -182,8 +191,8 @@ def test_closing_the_page_ends_its_race(browser, address, passes, race_ended):
 def test_what_people_type_is_shown_as_text(page, address):
     hostile = "${1+1}{{x}}<img src=x onerror=document.title=1>"
     visit(page, address, prompt=PROMPT)
-    page.fill("#drafters input", hostile)
-    page.press("#drafters input", "Enter")
+    page.get_by_role("button", name="Settings").click()
+    page.fill("#typed textarea", hostile)
     page.click("#start")
     page.wait_for_selector("#message [role=alert]")
     assert hostile in page.inner_text("#message")
@@ -191,12 +200,13 @@ def test_what_people_type_is_shown_as_text(page, address):
 
 
 def test_a_bad_link_says_so(page, address):
-    page.goto(f"{address}?seed=x")
+    page.goto(f"{address}?{urlencode({'seed': 'x', 'prompt': PROMPT, 'kind': 'text', 'max_new_tokens': 8})}")
     page.wait_for_selector("#message [role=alert]")
     assert "the link's seed='x' cannot be read" in page.inner_text("#message")
-    page.fill("#prompt textarea", PROMPT)
+    assert page.input_value("#prompt textarea") == PROMPT
     page.click("#start")
-    page.wait_for_function("document.querySelectorAll('.race .badge').length === 2")
+    # By default: plain decoding, transformers and prompt lookup.
+    page.wait_for_function("document.querySelectorAll('.race .badge').length === 3")
     wait_until_idle(page)
 
 
@@ -232,8 +242,13 @@ def test_a_phone_shows_it_all_without_scrolling_sideways(page, address):
     visit(page, address, prompt=PROMPT, max_new_tokens=24, use_cost_guard=False)
     page.click("#start")
     wait_for_verdicts(page)
-    left = page.eval_on_selector_all(".race section", "all => all.map(s => s.getBoundingClientRect().left)")
-    assert len(left) == 3 and len(set(left)) == 1
+    boxes = page.eval_on_selector_all(".race section", "all => all.map(s => s.getBoundingClientRect().toJSON())")
+    assert len(boxes) == 3 and len({box["left"] for box in boxes}) == 1
+    # A strip of bars at the top: all of it is seen at once, and a tap opens a text.
+    assert boxes[-1]["bottom"] < PHONE["height"] / 2 and max(box["height"] for box in boxes) < 80
+    assert page.locator(".race .answer:visible").count() == 0
+    page.locator(".race summary").nth(1).click()
+    assert page.locator(".race .answer:visible").count() == 1
     assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
     page.get_by_role("tab", name="Why").click()
     # The longest chain of drafts is wider than the phone: it scrolls in its own place.
@@ -266,3 +281,116 @@ def test_a_plan_follows_the_sliders(page, address):
     page.fill("#plan-target textarea", "nowhere/at-all")
     page.press("#plan-target textarea", "Enter")
     page.wait_for_selector("#prediction >> text=no such folder")
+
+
+def test_a_races_page_keeps_its_width_and_shows_answers_above_the_fold(page, address):
+    page.set_viewport_size({"width": 1440, "height": 900})
+    page.goto(address)
+    # The first example stands ready.
+    page.wait_for_function("document.querySelector('#prompt textarea')?.value.startsWith('Write a Python function')")
+    widths = [page.evaluate("document.querySelector('.gradio-container').clientWidth")]
+    visit(page, address, prompt=PROMPT, max_new_tokens=60, drafters="ngram")
+    page.click("#start")
+    page.wait_for_selector(".race .answer span")
+    widths.append(page.evaluate("document.querySelector('.gradio-container').clientWidth"))
+    wait_for_verdicts(page, 2)
+    tops = page.eval_on_selector_all(
+        ".race .answer", "all => all.map(answer => answer.parentElement.getBoundingClientRect().top)"
+    )
+    assert max(tops) < 400
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_role("tab", name="Heads").click()
+    page.wait_for_selector("#check")
+    widths.append(page.evaluate("document.querySelector('.gradio-container').clientWidth"))
+    assert len(set(widths)) == 1
+
+
+def test_a_step_that_is_chosen_in_a_race_is_shown_under_why(page, address):
+    visit(page, address, prompt=PROMPT, max_new_tokens=24)
+    page.click("#start")
+    wait_for_verdicts(page)
+    for number in 4, 7:
+        page.get_by_role("tab", name="Compare").click()
+        page.locator(".race section").nth(0).locator("[data-step]").nth(number).click()
+        page.wait_for_selector(f"#tree >> text=Step {number + 1} of 24")
+        assert page.locator("#column").get_by_label("plain").is_checked()
+    # By keys too: one tab stop a lane, then arrows.
+    page.get_by_role("tab", name="Compare").click()
+    assert page.locator("[data-step][tabindex='0']").count() == 3
+    page.locator("[data-step]").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#tree >> text=Step 2 of 24")
+
+
+def test_a_race_is_played_again_and_measured_alone(page, address):
+    visit(page, address, prompt=PROMPT, max_new_tokens=40, drafters="ngram")
+    page.click("#start")
+    wait_for_verdicts(page, 2)
+    before = page.inner_text("#columns")
+    num_tokens = sum(token_counts(page))
+    page.locator("#speed").get_by_label("½×").click()
+    page.click("#replay")
+    page.wait_for_selector("#message >> text=Replaying the race at 0.5× its speed")
+    page.wait_for_selector(".race .runs")
+    assert sum(token_counts(page)) < num_tokens
+    page.wait_for_selector("#message >> text=Replayed")
+    wait_until_idle(page)
+    assert page.inner_text("#columns") == before
+    page.click("#alone")
+    page.wait_for_selector("#message >> text=Measuring one after the other")
+    page.wait_for_selector("#message >> text=Each column ran alone")
+    wait_for_verdicts(page, 2)
+    assert "timing=alone" in page.get_attribute("#permalink a", "href")
+
+
+def test_text_is_shown_with_or_without_colours(page, address):
+    visit(page, address, prompt=PROMPT, max_new_tokens=8, drafters="ngram")
+    page.click("#start")
+    wait_for_verdicts(page, 2)
+    assert page.locator(".race .answer:visible").count() == 2 and page.locator(".race .markdown:visible").count() == 0
+    page.locator("#look").get_by_label("text").click()
+    page.wait_for_selector(".race .markdown:visible")
+    assert page.locator(".race .answer:visible").count() == 0 and page.locator(".race .markdown:visible").count() == 2
+
+
+def test_a_page_that_is_loaded_anew_has_its_prompt_and_its_race(page, address):
+    visit(page, address, prompt=PROMPT, max_new_tokens=8, drafters="ngram")
+    page.click("#start")
+    wait_for_verdicts(page, 2)
+    text = page.inner_text(".race")
+    page.fill("#prompt textarea", "something else")
+    page.wait_for_timeout(300)
+    page.reload()
+    page.wait_for_selector(".race .badge")
+    assert page.inner_text(".race") == text
+    assert page.input_value("#prompt textarea") == "something else"
+    page.get_by_role("tab", name="Why").click()
+    page.wait_for_selector("#tree svg")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing(browser, address, scheme):
+    axe = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="checking accessibility needs axe: pip install axe-playwright-python"
+    ).Axe()
+    page = browser.new_page(viewport={"width": 1440, "height": 900}, color_scheme=scheme)
+    visit(page, address, prompt=PROMPT, max_new_tokens=24, use_cost_guard=False)
+
+    def check(where: str) -> None:
+        # Transitions of colours must have ended.
+        page.wait_for_timeout(400)
+        found = axe.run(page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}).response["violations"]
+        ours = [
+            f"{where}: {violation['id']}: {node['html'][:200]} {node['failureSummary'][:300]}"
+            for violation in found
+            for node in violation["nodes"]
+        ]
+        assert ours == []
+
+    check("before a race")
+    page.click("#start")
+    wait_for_verdicts(page)
+    page.get_by_role("button", name="Settings").click()
+    check("after a race")
+    page.close()

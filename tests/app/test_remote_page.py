@@ -71,7 +71,7 @@ def test_the_servers_columns_stream_and_turn_out_identical(page, address):
         lengths.append(page.evaluate(length))
     assert len(set(lengths)) >= 3
     wait_until_idle(page)
-    assert page.locator(".badge").all_inner_texts() == ["reference", "✓ identical"]
+    assert page.locator(".badge").all_inner_texts() == ["to match", "✓ identical"]
     answers = page.eval_on_selector_all(".race .answer", "all => all.map(answer => answer.textContent)")
     assert len(set(answers)) == 1 and answers[0]
     assert "×" in page.inner_text(".race section:nth-child(2) .figures")
