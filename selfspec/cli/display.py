@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from selfspec.bench.tasks import Summary
     from selfspec.bench.throughput import Throughput
     from selfspec.cli.doctor import Finding
-    from selfspec.plan.predict import Plan
     from selfspec.traffic.conversations import Report
     from selfspec.traffic.prompt_files import PromptRow
 
@@ -151,61 +149,6 @@ def show_throughput(entries: Sequence[Throughput], environment: Mapping[str, obj
 
 def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}x"
-
-
-def show_plan(plan: Plan) -> None:
-    """Memory part by part, whether it fits, and the prediction for each draft size."""
-    memory = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    memory.add_column("memory", no_wrap=True)
-    memory.add_column("GB", justify="right", no_wrap=True)
-    for name, num_bytes in plan.memory.items():
-        memory.add_row(name, f"{num_bytes / 1e9:.2f}")
-    memory.add_section()
-    memory.add_row("total", f"{plan.total_bytes / 1e9:.2f}")
-    memory.add_row(plan.card.name, f"{plan.card.memory / 1e9:.2f}")
-    stdout.print(memory)
-    stdout.print(
-        Text("It fits." if plan.fits else "It does not fit.", style="green" if plan.fits else "red"),
-        f"Largest batch at {plan.context} tokens: {plan.largest_batch}. "
-        f"Largest context at batch {plan.batch_size}: {plan.largest_context}.",
-    )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in (
-        "draft\ndepth",
-        "nodes",
-        "tokens\n/pass",
-        "draft\ncost",
-        "verify\ncost",
-        "speed-up",
-        "tokens/s\nat most",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for choice in plan.shown_choices():
-        table.add_row(
-            str(choice.depth),
-            str(choice.num_nodes),
-            f"{choice.expected_tokens:.2f}",
-            f"{choice.draft_cost:.3f}",
-            f"{choice.verify_cost:.3f}",
-            f"{choice.speedup:.2f}x",
-            f"{choice.tokens_per_second:.0f}",
-            style="bold" if choice == plan.best else None,
-        )
-    stdout.print(table)
-    best = plan.best
-    size = f"{_count(best.depth, 'draft token')} deep, {_count(best.num_nodes, 'node')}"
-    stdout.print(f"Best: {size}, {best.speedup:.2f}x plain decoding ({plan.acceptance}).")
-    stdout.print(f"{plan.target}, {plan.dtype}, weights from its {plan.weights_from}; {plan.card.name}: {_rates(plan)}.")
-    stdout.print("Costs are relative to a plain pass. Passes take the time of their roofline; host time is left out.")
-
-
-def _rates(plan: Plan) -> str:
-    peak = f", {plan.card.peak / 1e12:.0f} TFLOP/s" if math.isfinite(plan.card.peak) else ""
-    return f"{plan.card.bandwidth / 1e9:.0f} GB/s{peak}"
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def show_findings(findings: Sequence[Finding]) -> None:

@@ -63,11 +63,11 @@ class PlanOptions:
 
     def card(self, device: str) -> "Card":
         """The accelerator that the options name, or else this machine's."""
-        from selfspec.plan.accelerators import GB, Card, card_named
+        from selfspec.plan.accelerators import GB, LAYER_SECONDS, Card, card_named
 
         memory = self.gpu_memory_gb and self.gpu_memory_gb * GB
         if self.gpu is None and memory and self.bandwidth:
-            base = Card("given", memory, self.bandwidth * GB)
+            base = Card("given", memory, self.bandwidth * GB, layer_seconds=LAYER_SECONDS)
         else:
             base = present_card(device) if self.gpu is None else card_named(self.gpu)
         bandwidth = self.bandwidth * GB if self.bandwidth else base.bandwidth
@@ -128,6 +128,7 @@ def register(cli: typer.Typer) -> None:
         """
         quiet_libraries()
         from selfspec.cli import display
+        from selfspec.cli.plan_view import show_plan
         from selfspec.plan.predict import make_plan
         from selfspec.plan.sizes import ModelSize, draft_size
 
@@ -141,4 +142,4 @@ def register(cli: typer.Typer) -> None:
         if as_json:
             typer.echo(json.dumps(prediction.to_dict(), indent=1))
         else:
-            display.show_plan(prediction)
+            show_plan(prediction)

@@ -2,7 +2,8 @@
 
 The predictions come from sizes (`selfspec.plan.sizes`), formulas (`selfspec.plan.formulas`) and an assumption of how many
 drafts are accepted. They are the memory, part by part, and the speed of every size of draft. A pass takes the time of its
-roofline, so tokens per second are an upper bound; a speed-up is a ratio of two such times.
+roofline and of its launches, so tokens per second are an upper bound; a speed-up is a ratio of two such times. Where a plain
+pass is launched for longer than it reads or computes, host time decides, and nothing is promised (`Plan.host_decides`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
+from selfspec.model.graphs import Graphs
+from selfspec.model.passes import CHUNK_SIZE, MAX_ROWS, Passes
+from selfspec.model.shapes import CHUNK_BUCKETS, ROW_BUCKETS, bucket
 from selfspec.plan.accelerators import Card
 from selfspec.plan.cards import read_figures
 from selfspec.plan.formulas import (
@@ -30,8 +36,6 @@ from selfspec.plan.sizes import DraftSize, ModelSize
 RUNTIME_BYTES = 1 << 30
 # The share of the card's memory that the CUDA graphs of one `Target` may hold (see `selfspec.model.graphs`).
 GRAPHS_SHARE = 0.1
-# The most tokens of a prompt that one pass reads.
-PREFILL_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,7 @@ class Plan:
         largest_context: the longest context at which this batch fits, at most the target's own limit.
         acceptance: where the expected tokens come from, in words.
         choices: one for each size of draft, plain decoding first.
+        roofline_seconds, launch_seconds: the two parts of a plain pass.
         best: the fastest choice.
     """
 
@@ -139,6 +144,13 @@ class Plan:
     largest_context: int
     acceptance: str
     choices: list[Choice]
+    roofline_seconds: float
+    launch_seconds: float
+
+    @property
+    def host_decides(self) -> bool:
+        """Whether a plain pass is too small for its speed to be predicted: launching it takes longer than its work."""
+        return self.launch_seconds > self.roofline_seconds
 
     @property
     def total_bytes(self) -> int:
@@ -164,7 +176,8 @@ class Plan:
         """The fields and what follows from them, for JSON. An unknown peak is null."""
         record = asdict(self)
         record["card"]["peak"] = self.card.peak if math.isfinite(self.card.peak) else None
-        return {**record, "total_bytes": self.total_bytes, "fits": self.fits, "best": asdict(self.best)}
+        more = {"total_bytes": self.total_bytes, "fits": self.fits, "host_decides": self.host_decides}
+        return {**record, **more, "best": asdict(self.best)}
 
 
 def make_plan(
@@ -186,15 +199,18 @@ def make_plan(
     if not 1 <= context <= target.context_length:
         raise ValueError(f"context={context} is not allowed: {target.name} takes 1 to {target.context_length} tokens")
 
+    rows = {"num_rows": batch_size, "num_tokens": context}
+
     def choice(tree: TreeGain) -> Choice:
-        rows = {"num_rows": batch_size, "num_tokens": context}
         plain = target.forward.seconds(card, num_nodes=1, **rows)
         verify = target.forward.seconds(card, num_nodes=tree.num_nodes, **rows) / plain
         drafting = draft.seconds(card, tree, **rows) / plain if draft else 0.0
         gain = speedup(tree.expected_tokens, drafting, verify)
         return Choice(tree.depth, tree.num_nodes, tree.expected_tokens, drafting, verify, gain, batch_size * gain / plain)
 
-    choices = [choice(tree) for tree in assumption.trees]
+    # A larger pass is never made.
+    trees = [tree for tree in assumption.trees if tree.depth == 0 or batch_size * tree.num_nodes <= MAX_ROWS]
+    choices = [choice(tree) for tree in trees]
     num_nodes = max(choices, key=lambda each: each.speedup).num_nodes
 
     def total(num_rows: int, num_tokens: int) -> int:
@@ -213,6 +229,8 @@ def make_plan(
         largest_context=_largest(lambda tokens: total(batch_size, tokens) <= card.memory, target.context_length),
         acceptance=assumption.source,
         choices=choices,
+        roofline_seconds=target.forward.roofline_seconds(card, num_nodes=1, **rows),
+        launch_seconds=target.forward.launch_seconds(card),
     )
 
 
@@ -222,26 +240,48 @@ def memory_of(
     """Bytes by purpose.
 
     Three parts are bounds. Prompt features are those that a server keeps with every block it may share between prompts.
-    CUDA graphs are the most that each `Target` allows them. The last part is the process on the card (`RUNTIME_BYTES`) with
-    the activations and logits of the largest pass.
+    CUDA graphs are those of all batches up to this one. The last part is the process on the card (`RUNTIME_BYTES`) with the
+    activations and logits of the largest pass.
     """
-    text = target.config.get_text_config()
     itemsize = target.dtype.itemsize
     num_slots = {"num_rows": num_rows, "num_tokens": num_tokens + num_nodes}
     nodes = num_rows * num_nodes
     num_targets = 2 if draft and draft.is_second_target else 1
-    # A layer's inputs, residual, norms and projections, and the two halves of its MLP; logits in their dtype and in float32.
-    width = 6 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
-    activations = max(nodes, PREFILL_TOKENS) * width * itemsize + nodes * text.vocab_size * (itemsize + 4)
+    graphs = min(graph_bytes(target, num_rows=num_rows, num_nodes=num_nodes), GRAPHS_SHARE * card.memory)
+    # Logits in their dtype and in float32.
+    logits = nodes * target.config.get_text_config().vocab_size * (itemsize + 4)
     return {
         "weights": target.weight_bytes,
         "KV cache": kv_bytes(target.kv_shape.bytes_per_token(target.dtype), **num_slots),
         "draft weights": draft.weight_bytes if draft else 0,
         "draft KV cache": kv_bytes(draft.kv_bytes_per_token if draft else 0, **num_slots),
         "prompt features, at most": kv_bytes(draft.feature_bytes_per_token if draft else 0, **num_slots),
-        "CUDA graphs, at most": round(num_targets * GRAPHS_SHARE * card.memory),
-        "activations, runtime": RUNTIME_BYTES + activations,
+        "CUDA graphs, at most": round(num_targets * graphs),
+        "activations, runtime": RUNTIME_BYTES + _activation_bytes(target, max(nodes, CHUNK_SIZE)) + logits,
     }
+
+
+def graph_bytes(target: ModelSize, *, num_rows: int, num_nodes: int) -> int:
+    """What the CUDA graphs of one target hold for batches of up to `num_rows` rows with trees of up to `num_nodes` nodes.
+
+    Each graph keeps its logits. All else that passes compute lies in one pool, which the largest captured pass fills.
+    """
+    # A rehearsal captures nothing, and has the shapes of a GPU.
+    passes = Passes(Graphs(torch.device("cpu"), is_rehearsal=True), max_rows=MAX_ROWS)
+    largest = bucket(num_rows, ROW_BUCKETS) or ROW_BUCKETS[-1]
+    num_kept = 0
+    for size in ROW_BUCKETS[: ROW_BUCKETS.index(largest) + 1]:
+        alone, beside = (passes.flat_sizes(size, num_nodes, num_prompt_tokens=n) for n in (0, 1))
+        num_kept += sum(alone) + len(CHUNK_BUCKETS) * sum(beside)
+    logits = num_kept * target.config.get_text_config().vocab_size * target.dtype.itemsize
+    return logits + _activation_bytes(target, CHUNK_BUCKETS[-1])
+
+
+def _activation_bytes(target: ModelSize, num_tokens: int) -> int:
+    """A layer's inputs, residual, norms and projections, and the two halves of its MLP, for all tokens of a pass."""
+    text = target.config.get_text_config()
+    width = 6 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    return num_tokens * width * target.dtype.itemsize
 
 
 def _largest(is_fine: Callable[[int], bool], limit: int) -> int:

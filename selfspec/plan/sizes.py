@@ -1,7 +1,7 @@
 """How large models and drafters are, and what a pass of each reads and computes, from their configurations alone.
 
 Of a checkpoint only the headers of its safetensors files are read, so it need not fit into memory. A pass takes the time of
-its roofline: what it reads over the bandwidth, or what it computes over the peak. Host time is left out.
+its roofline (what it reads over the bandwidth, or what it computes over the peak) and of its launches.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 # For linear layers that loading quantises. int4 includes a bfloat16 scale and zero point for every 128 weights.
 BYTES_PER_WEIGHT = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 128}
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+# Embedding, last norm, LM head and choice of tokens are launched as often as so many layers.
+OTHER_LAYERS = 2
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class PassSize:
         num_parameters: parameters that every pass reads.
         num_expert_parameters: parameters of all experts together; a token uses `num_experts_per_token` of the `num_experts`
             in a layer.
+        num_layers: decoder layers, each with its launches.
         num_heads: query heads of a layer.
         kv_shape: what a pass reads of each earlier token; None without attention.
     """
@@ -52,12 +55,22 @@ class PassSize:
     num_expert_parameters: int = 0
     num_experts: int = 1
     num_experts_per_token: int = 1
+    num_layers: int = 0
     num_heads: int = 0
     kv_shape: KVShape | None = None
     bytes_per_value: int = 2
 
     def seconds(self, card: Card, *, num_rows: int, num_nodes: int, num_tokens: int) -> float:
-        """The roofline of a pass over B rows, each of N nodes after a prefix of T tokens."""
+        """The time of a pass over B rows, each of N nodes after a prefix of T tokens: its roofline and its launches."""
+        roofline = self.roofline_seconds(card, num_rows=num_rows, num_nodes=num_nodes, num_tokens=num_tokens)
+        return roofline + self.launch_seconds(card)
+
+    def launch_seconds(self, card: Card) -> float:
+        """What launching adds, because every kernel fills and empties the memory's pipeline again."""
+        return (self.num_layers + OTHER_LAYERS) * card.layer_seconds
+
+    def roofline_seconds(self, card: Card, *, num_rows: int, num_nodes: int, num_tokens: int) -> float:
+        """The time of what a pass reads, or of what it computes, whichever is longer."""
         B, N, T = num_rows, num_nodes, num_tokens
         read_share = distinct_experts(self.num_experts, self.num_experts_per_token, B * N) / self.num_experts
         used_share = self.num_experts_per_token / self.num_experts
@@ -122,6 +135,7 @@ class ModelSize:
             num_experts,
             _first(text, "num_experts", "num_local_experts", "n_routed_experts") if num_experts else 1,
             text.num_experts_per_tok if num_experts else 1,
+            shape.num_layers,
             text.num_attention_heads,
             shape,
             served.itemsize,
@@ -137,6 +151,7 @@ class ModelSize:
             self.forward,
             num_parameters=round(share * in_layers) + self.num_output_parameters,
             num_expert_parameters=round(share * self.forward.num_expert_parameters),
+            num_layers=num_layers,
             kv_shape=replace(self.kv_shape, num_layers=num_layers),
         )
 
@@ -293,7 +308,7 @@ def _eagle_size(size: DraftSize, head: EagleHead | Eagle1Head, target: ModelSize
         num_parameters += num_copied
         size = replace(size, weight_bytes=size.weight_bytes + num_copied * target.dtype.itemsize)
     size = _with_shape(size, KINDS["eagle"].default_shape)
-    return _with_layers(size, target, shape, num_parameters=num_parameters, num_heads=config.num_heads)
+    return _with_layers(size, target, shape, num_layers=1, num_parameters=num_parameters, num_heads=config.num_heads)
 
 
 def _early_exit_size(size: DraftSize, head: EarlyExitHead, target: ModelSize) -> DraftSize:
@@ -308,14 +323,24 @@ def _early_exit_size(size: DraftSize, head: EarlyExitHead, target: ModelSize) ->
     is_second_target = not head.features
     size = replace(size, is_second_target=is_second_target)
     size = _with_shape(size, STUDENT_SHAPE if is_second_target else KINDS["early_exit"].default_shape)
-    num_parameters = head.num_parameters + borrowed
-    return _with_layers(size, target, shape, num_parameters=num_parameters, num_heads=target.forward.num_heads)
+    return _with_layers(
+        size,
+        target,
+        shape,
+        num_layers=config.exit_layer + len(config.blocks),
+        num_parameters=head.num_parameters + borrowed,
+        num_heads=target.forward.num_heads,
+    )
 
 
-def _with_layers(size: DraftSize, target: ModelSize, shape: KVShape, *, num_parameters: int, num_heads: int) -> DraftSize:
-    """The size with a pass of layers that attend, and with their KV cache."""
+def _with_layers(
+    size: DraftSize, target: ModelSize, shape: KVShape, *, num_layers: int, num_parameters: int, num_heads: int
+) -> DraftSize:
+    """The size with a pass of `num_layers` layers, and with the KV cache of those whose keys are the drafter's own."""
     itemsize = target.dtype.itemsize
-    forward = PassSize(num_parameters, itemsize, num_heads=num_heads, kv_shape=shape, bytes_per_value=itemsize)
+    forward = PassSize(
+        num_parameters, itemsize, num_layers=num_layers, num_heads=num_heads, kv_shape=shape, bytes_per_value=itemsize
+    )
     return replace(size, forward=forward, kv_bytes_per_token=shape.bytes_per_token(target.dtype))
 
 

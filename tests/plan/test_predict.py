@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import ModelCard, ModelCardData
+from rich.console import Console
 from support import FAMILIES, tiny_target
 from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 from selfspec import Target, load_drafter
+from selfspec.cli import plan_view
 from selfspec.cli.main import app
 from selfspec.drafters.draft_model import DraftModelDrafter
 from selfspec.drafters.names import KINDS, STUDENT_SHAPE
@@ -33,6 +36,7 @@ from selfspec.plan.predict import (
     NOTHING_DRAFTED,
     assumed_rates,
     card_acceptance,
+    graph_bytes,
     make_plan,
     measured_length,
     memory_of,
@@ -220,14 +224,76 @@ def test_an_eagle_head_s_layer_is_memory(tmp_path):
 
 def test_every_target_has_graphs(size, tiny_target_dir, monkeypatch):
     shares = {None: 1, "ngram": 1, "truncated:1": 2, f"draft_model:{tiny_target_dir}": 2}
+    # Where a tenth of the card is less than the graphs would take, it is all that they get.
+    small = replace(CARD, memory=1e6)
     for spec, num_targets in shares.items():
         draft = None if spec is None else draft_size(spec, size)
+        memory = memory_of(size, draft, small, num_rows=1, num_tokens=16, num_nodes=1)
+        assert memory["CUDA graphs, at most"] == round(num_targets * GRAPHS_SHARE * small.memory)
         memory = memory_of(size, draft, CARD, num_rows=1, num_tokens=16, num_nodes=1)
-        assert memory["CUDA graphs, at most"] == round(num_targets * GRAPHS_SHARE * CARD.memory)
+        assert memory["CUDA graphs, at most"] == num_targets * graph_bytes(size, num_rows=1, num_nodes=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80_000_000_000))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
     assert Graphs(torch.device("cuda")).max_bytes == GRAPHS_SHARE * 80_000_000_000
+
+
+def test_graphs_keep_the_logits_of_every_shape_that_is_captured(size):
+    one, wider, deeper = (graph_bytes(size, num_rows=B, num_nodes=N) for B, N in ((1, 1), (3, 1), (1, 4)))
+    row = size.config.vocab_size * size.dtype.itemsize
+    # One row alone, and beside each of eight sizes of prompts; rows in twos and fours likewise.
+    assert wider - one == (2 + 4) * (1 + 8) * row
+    # Two, three and four nodes alone; two beside prompts.
+    assert deeper - one == (2 + 3 + 4 + 8 * 2) * row
+
+
+def llama(folder: Path, *, num_layers: int, hidden_size: int, intermediate_size: int) -> ModelSize:
+    """A Llama of which there is only the configuration."""
+    config = LlamaConfig(
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 64,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    config.save_pretrained(folder)
+    return ModelSize.of(folder)
+
+
+def test_nothing_is_promised_where_host_time_decides(tmp_path):
+    """The default target on an H200 takes 1.02 ms a pass, of which its weights are 0.06 ms."""
+    small = llama(tmp_path / "small", num_layers=30, hidden_size=576, intermediate_size=1536)
+    plan = make_plan(small, None, NOTHING_DRAFTED, CARDS["h200"], context=512)
+    assert plan.host_decides and plan.to_dict()["host_decides"]
+    assert plan.roofline_seconds < 0.1e-3
+    assert plan.roofline_seconds + plan.launch_seconds == pytest.approx(1.02e-3, rel=0.05)
+    # The graphs of so small a model are small, too.
+    assert plan.memory["CUDA graphs, at most"] < 0.1e9
+    # Its caches take longer to read than its kernels to launch.
+    assert not make_plan(small, None, NOTHING_DRAFTED, CARDS["h200"], batch_size=256).host_decides
+
+
+def test_launches_are_part_of_a_pass(tmp_path):
+    """The default target expanded to 8B takes 4.3 to 4.5 ms a pass on an H200, with 3.6 ms at its bandwidth for a copy."""
+    large = llama(tmp_path / "large", num_layers=32, hidden_size=3840, intermediate_size=16384)
+    card = replace(CARDS["h200"], bandwidth=4.2e12)
+    plan = make_plan(large, None, NOTHING_DRAFTED, card, context=512)
+    assert not plan.host_decides
+    assert 4.2e-3 < plan.roofline_seconds + plan.launch_seconds < 4.7e-3
+    assert plan.choices[0].tokens_per_second == pytest.approx(1 / (plan.roofline_seconds + plan.launch_seconds))
+
+
+def test_no_pass_is_larger_than_the_runtime_makes(tmp_path):
+    size = llama(tmp_path, num_layers=32, hidden_size=3840, intermediate_size=16384)
+    draft = DraftSize("x", depth=6, num_nodes=31)
+    for batch_size, depth in ((1, 6), (64, 1), (512, 0)):
+        plan = make_plan(size, draft, measured_length(3.0, draft), CARDS["h200"], batch_size=batch_size, context=64)
+        assert max(choice.depth for choice in plan.choices) == depth
+        assert all(batch_size * choice.num_nodes <= 512 for choice in plan.choices)
 
 
 def test_what_does_not_fit_says_so(size):
@@ -374,10 +440,31 @@ def test_the_command_shows_memory_and_sizes(run, heads):
     assert "assumed: a draft token is accepted with chance 0.5, 0.2 by rank" in output
 
 
+def test_the_command_refuses_to_predict_what_the_host_decides(run):
+    output = " ".join(run("--drafter", "ngram", "--gpu", "h200", "--alpha", "0.5").output.split())
+    assert "Too small to predict: host time decides." in output and "Measure with `selfspec bench`" in output
+    assert "speed-" not in output and "at most 2.00 (assumed: a draft token is accepted with chance 0.5)" in output
+    assert "draft KV cache" not in output
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_tables_are_readable_in_a_narrow_terminal(width, tmp_path, monkeypatch, capsys):
+    size = llama(tmp_path, num_layers=32, hidden_size=3840, intermediate_size=16384)
+    draft = DraftSize("ngram")
+    plan = make_plan(size, draft, assumed_rates([0.9], draft), CARDS["b200"], batch_size=32)
+    monkeypatch.setattr(plan_view, "stdout", Console(file=sys.stdout, width=width, highlight=False))
+    plan_view.show_plan(plan)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= width for line in lines) and "…" not in "".join(lines)
+    [first] = [i for i, line in enumerate(lines) if "verify" in line]
+    assert lines[first].split() == ["draft", "tokens", "draft", "verify", "speed-", "tokens/s"]
+    assert lines[first + 1].split() == ["depth", "nodes", "/pass", "cost", "cost", "up", "at", "most"]
+
+
 def test_the_command_speaks_json(run):
     options = ["--drafter", "ngram", "--gpu-memory-gb", 10, "--bandwidth", 100, "--alpha", 0.5, "--num-draft-tokens", 3]
     record = json.loads(run(*options, "--json").stdout)
-    assert record["fits"] and record["card"] == {"name": "given", "memory": 1e10, "bandwidth": 1e11, "peak": None}
+    assert record["fits"] and record["card"] == {"name": "given", "memory": 1e10, "bandwidth": 1e11, "peak": None, "layer_seconds": 3e-5}
     assert [choice["depth"] for choice in record["choices"]] == [0, 1, 2, 3]
     assert record["best"]["speedup"] == pytest.approx(expected_tokens(0.5, 3))
     assert record["total_bytes"] == sum(record["memory"].values())
