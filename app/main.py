@@ -22,7 +22,7 @@ from selfspec.model.target import Target
 # After Compare, in this order. Each is a module with `build(frame)`, and may have `CSS`, the path of a style sheet.
 TABS = (why_tab, heads_tab, plan_tab)
 
-STYLE = Path(__file__).with_name("style.css")
+STYLES = [Path(__file__).with_name(name) for name in ("style.css", "tabs.css")]
 # Gradio ships this font, so nothing is loaded from elsewhere. Its weight 600 lacks letters; 700 has them all.
 FONT = gr.themes.utils.fonts.LocalFont("IBM Plex Sans", weights=(400, 700))
 # Text of any kind has a contrast of at least 4.5, as WCAG AA asks for.
@@ -77,6 +77,6 @@ def serve(source: Target | Server, *, host: str = "127.0.0.1", port: int | None 
         ssr_mode=False,
         mcp_server=False,
         theme=THEME,
-        css_paths=[STYLE, *(tab.CSS for tab in TABS if hasattr(tab, "CSS"))],
+        css_paths=STYLES,
     )
     return page

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
-import pandas as pd
 
-from selfspec.app import render
+from selfspec.app import plan_render, render
 from selfspec.app.events import DRAWING, Updates, html
 from selfspec.app.frame import Frame
 from selfspec.app.remote import Server
@@ -16,10 +17,11 @@ from selfspec.drafters.names import KINDS
 from selfspec.failures import describe
 from selfspec.plan.accelerators import CARDS
 from selfspec.plan.formulas import MAX_PLANNED_DEPTH
-from selfspec.plan.predict import assumed_rates, make_plan
+from selfspec.plan.predict import Assumption, assumed_rates, card_acceptance, make_plan, predict_speed
 from selfspec.plan.sizes import DraftSize, ModelSize, draft_size
 
-DEPTH, SPEEDUP = "draft tokens", "speed-up"
+MEASURED, ASSUMED = "measured", "assumed"
+NO_CARD = ""
 
 
 def build(frame: Frame) -> None:
@@ -41,11 +43,16 @@ class PlanTab:
     """
 
     def __init__(self, target: str, drafters: dict[str, str]) -> None:
+        # Where the loaded target lies on this machine is nobody's affair: the page shows its name.
+        self._folders = {Path(target).name: target} if target else {}
         # Moving a slider must not read files again.
-        self._sizes = lru_cache(maxsize=16)(_sizes)
+        self._sizes = lru_cache(maxsize=16)(self._read_sizes)
         with gr.Row():
             source = gr.Textbox(
-                target, label="Target", info="A folder or a Hub id; only its configuration is read", elem_id="plan-target"
+                Path(target).name if target else "",
+                label="Target",
+                info="A folder or a Hub id; only its configuration is read",
+                elem_id="plan-target",
             )
             drafter = gr.Dropdown(
                 [(label, name) for name, label in drafters.items()],
@@ -56,48 +63,90 @@ class PlanTab:
                 elem_id="plan-drafter",
             )
             card = gr.Dropdown(list(CARDS), value="h100", label="GPU", info="Bandwidth and peak as published")
+            other = gr.Dropdown(
+                [("none", NO_CARD), *((name, name) for name in CARDS)],
+                value=NO_CARD,
+                label="Beside it",
+                info="A second GPU to compare with",
+                elem_id="plan-other",
+            )
         with gr.Row():
-            rate = gr.Slider(0, 1, 0.7, step=0.01, label="α, chance that a draft token holds", elem_id="plan-rate")
-            depth = gr.Slider(0, MAX_PLANNED_DEPTH, 4, step=1, label="γ, draft tokens a step", elem_id="plan-depth")
-            batch_size = gr.Slider(1, 512, 1, step=1, label="Batch, sequences together", elem_id="plan-batch")
-            context = gr.Slider(128, 1 << 17, 2048, step=128, label="Context, tokens of each", elem_id="plan-context")
+            acceptance = gr.Radio(
+                [("the head’s card", MEASURED), ("α below", ASSUMED)],
+                value=MEASURED,
+                label="Drafts held",
+                info="What says how many",
+                elem_id="plan-acceptance",
+                min_width=220,
+            )
+            rate = gr.Slider(
+                0, 1, 0.7, step=0.01, label="α", info="Chance that a draft token holds", elem_id="plan-rate", min_width=220
+            )
+            depth = gr.Slider(
+                0, MAX_PLANNED_DEPTH, 4, step=1, label="γ", info="Draft tokens a step", elem_id="plan-depth", min_width=220
+            )
+            batch_size = gr.Slider(
+                1, 512, 1, step=1, label="Batch", info="Sequences together", elem_id="plan-batch", min_width=220
+            )
+            context = gr.Slider(
+                128, 1 << 17, 2048, step=128, label="Context", info="Tokens of each", elem_id="plan-context", min_width=220
+            )
         self._prediction = html(elem_id="prediction")
-        self._plot = gr.LinePlot(
-            x=DEPTH,
-            y=SPEEDUP,
-            title="Predicted speed-up by draft tokens",
-            x_axis_format="d",
-            height=240,
-            visible=False,
-            elem_id="plan-plot",
-        )
-        self.inputs: list[Any] = [source, drafter, card, rate, depth, batch_size, context]
+        self._plot = html(elem_id="plan-plot")
+        self.inputs: list[Any] = [source, drafter, card, other, acceptance, rate, depth, batch_size, context]
         self.outputs = [self._prediction, self._plot]
         changes = [source.submit, source.blur, *(component.change for component in self.inputs[1:])]
+        # Whoever moves α wants it to count.
+        rate.input(lambda: ASSUMED, None, acceptance, **DRAWING)
         gr.on(changes, self.predict, self.inputs, self.outputs, **DRAWING)
 
     def predict(
-        self, source: str, drafter: str | None, card: str, rate: float, depth: int, batch_size: int, context: int
+        self,
+        source: str,
+        drafter: str | None,
+        card: str,
+        other: str,
+        acceptance: str,
+        rate: float,
+        depth: int,
+        batch_size: int,
+        context: int,
     ) -> Updates:
         """The prediction for these settings, or a sentence that says what is wrong with them."""
+        load = {"batch_size": batch_size, "context": context}
         try:
             if not source.strip():
                 raise ValueError("No target is given: type a folder or an id on the Hugging Face Hub.")
             target, draft = self._sizes(source.strip(), drafter or "ngram")
-            acceptance = assumed_rates([rate], draft)
-            plan = make_plan(target, draft, acceptance, CARDS[card], batch_size=batch_size, context=context)
+            assumption = _acceptance(draft, acceptance, rate)
+            cards = [CARDS[name] for name in dict.fromkeys((card, other)) if name != NO_CARD]
+            plan, *others = (make_plan(target, draft, assumption, each, **load) for each in cards)
         except Exception as error:
             if (sentence := describe(error)) is None:
                 raise
-            return {self._prediction: render.note(sentence, "error"), self._plot: gr.LinePlot(visible=False)}
-        # A head has a largest depth.
-        chosen = plan.choices[min(depth, len(plan.choices) - 1)]
-        curve = pd.DataFrame(
-            {DEPTH: [choice.depth for choice in plan.choices], SPEEDUP: [choice.speedup for choice in plan.choices]}
-        )
-        return {self._prediction: render.plan(plan, chosen), self._plot: gr.LinePlot(curve, visible=True)}
+            return {self._prediction: render.note(sentence, "error"), self._plot: ""}
+        # A head has a largest depth, and a large batch has room for small trees only.
+        chosen = min(plan.choices, key=lambda choice: (abs(choice.depth - depth), choice.depth))
+        batches = [
+            [predict_speed(target, draft, assumption, each, batch_size=B, context=context) for B in plan_render.BATCHES]
+            for each in cards
+        ]
+        return {
+            self._prediction: plan_render.plan(plan, chosen),
+            self._plot: plan_render.pictures(plan, chosen, others, batches),
+        }
+
+    def _read_sizes(self, source: str, drafter: str) -> tuple[ModelSize, DraftSize]:
+        target = replace(ModelSize.of(self._folders.get(source, source)), name=source)
+        return target, draft_size(drafter, target)
 
 
-def _sizes(source: str, drafter: str) -> tuple[ModelSize, DraftSize]:
-    target = ModelSize.of(source)
-    return target, draft_size(drafter, target)
+def _acceptance(draft: DraftSize, acceptance: str, rate: float) -> Assumption:
+    """What the head's card says, or else one rate."""
+    if acceptance == MEASURED:
+        try:
+            return card_acceptance(draft)
+        except ValueError:
+            found = assumed_rates([rate], draft)
+            return replace(found, source=f"nothing measured is known of {draft.name}; {found.source}")
+    return assumed_rates([rate], draft)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gradio as gr
 
-from selfspec.app import render
+from selfspec.app import render, why_render
 from selfspec.app.events import DRAWING, Updates, html
 from selfspec.app.frame import WHY, Frame
 from selfspec.app.local_races import LocalRaces, Race
@@ -20,6 +20,43 @@ def build(frame: Frame) -> None:
         else:
             html(render.note(WHY_NEEDS_A_TARGET))
 
+SECONDS_PER_STEP = 0.9
+PLAY, PAUSE = "▶ Play", "❚❚ Pause"
+
+# Shows the details of what is clicked, tapped or focused. Arrow keys move the focus, so all tokens together are one stop.
+# A new drawing of the text would lose the focus, so the token in the same place takes it again.
+CHOOSING = """
+const all = () => [...element.querySelectorAll('[data-details]')];
+let last = null;
+const show = (one) => {
+  all().forEach(each => { each.classList.toggle('chosen', each === one); each.tabIndex = each === one ? 0 : -1; });
+  element.querySelector('.details-panel').textContent = one.dataset.details;
+  last = {index: all().indexOf(one), count: all().length, hasFocus: element.contains(document.activeElement)};
+};
+const choose = (one) => { show(one); if (one.dataset.step) trigger('select', {step: Number(one.dataset.step)}); };
+const under = (event) => event.target.closest && event.target.closest('[data-details]');
+element.addEventListener('click', (event) => { const one = under(event); if (one) { one.focus(); choose(one); } });
+element.addEventListener('focusin', (event) => { const one = under(event); if (one) show(one); });
+element.addEventListener('keydown', (event) => {
+  const one = under(event);
+  if (!one) return;
+  const move = {ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1}[event.key];
+  if (move) { const next = all()[all().indexOf(one) + move]; if (next) next.focus(); }
+  else if (event.key === 'Enter' || event.key === ' ') choose(one);
+  else return;
+  event.preventDefault();
+});
+watch('value', () => {
+  const one = last && all().length === last.count && element.dataset.keeps ? all()[last.index] : null;
+  if (!one) { last = null; return; }
+  const {hasFocus} = last;
+  show(one);
+  if (hasFocus) one.focus({preventScroll: true});
+});
+"""
+# The text stays the same from step to step, and a tree does not.
+KEEPING = "element.dataset.keeps = 1;"
+
 
 class WhyTab:
     """The tab's components and events. It shows the race that `finished` holds, at the step that `picked` holds."""
@@ -28,17 +65,26 @@ class WhyTab:
         self._hint = html(render.note("Run a race under Compare first: this tab then shows its steps."))
         with gr.Column(visible=False) as self._body:
             self._column = gr.Radio([], label="Column", elem_id="column")
+            with gr.Row(elem_id="steps"):
+                previous = gr.Button("◀ Previous", size="sm", elem_id="previous", min_width=90)
+                self._play = gr.Button(PLAY, size="sm", variant="primary", elem_id="play", min_width=90)
+                following = gr.Button("Next ▶", size="sm", elem_id="next", min_width=90)
             self._number = gr.Slider(1, 2, 1, step=1, label="Verify step", elem_id="step")
-            self._step = html(elem_id="tree")
-            self._text = html(elem_id="text")
+            self._step = html(elem_id="tree", js_on_load=CHOOSING)
+            self._text = html(elem_id="text", js_on_load=CHOOSING + KEEPING)
             self._plots = html(elem_id="plots")
+        self._timer = gr.Timer(SECONDS_PER_STEP, active=False)
+        place = [finished, self._column, self._number]
         drawn = [self._step, self._text]
-        finished.change(
-            self._open, finished, [self._hint, self._body, self._column, self._number, self._plots, *drawn], **DRAWING
-        )
-        self._column.input(self._show_column, [finished, self._column], [self._number, self._plots, *drawn], **DRAWING)
-        picked.change(self._show_picked, [finished, picked], [self._column, self._number, self._plots, *drawn], **DRAWING)
-        self._number.input(self._show_step, [finished, self._column, self._number], drawn, **DRAWING)
+        moved = [self._number, *drawn, self._timer, self._play]
+        finished.change(self._open, finished, [self._hint, self._body, self._column, self._plots, *moved], **DRAWING)
+        self._column.input(self._show_column, [finished, self._column], [self._plots, *moved], **DRAWING)
+        self._number.input(self._show_step, place, drawn, **DRAWING)
+        previous.click(lambda *where: self._move(*where, -1), place, moved, **DRAWING)
+        following.click(lambda *where: self._move(*where, 1), place, moved, **DRAWING)
+        self._text.select(self._pick, [finished, self._column], moved, **DRAWING)
+        self._play.click(self._start_or_pause, [*place, self._play], moved, **DRAWING)
+        self._timer.tick(self._play_on, place, moved, **DRAWING)
 
     def _open(self, race: Race) -> Updates:
         columns = [column for column in race.columns if column.steps]
@@ -58,9 +104,9 @@ class WhyTab:
         # Begin with the most telling step: something was refused, and much was accepted.
         best = max(range(len(column.steps)), key=lambda i: (column.steps[i].has_refused, column.steps[i].num_accepted))
         return {
+            self._plots: why_render.plots(column),
+            **self._go(column, best),
             self._number: gr.Slider(maximum=max(2, len(column.steps)), value=best + 1),
-            self._plots: render.plots(column),
-            **self._draw(column, best),
         }
 
     def _show_picked(self, race: Race, picked: tuple[str, int, int]) -> Updates:
@@ -77,5 +123,33 @@ class WhyTab:
         column = race.column(name)
         return self._draw(column, min(number, len(column.steps)) - 1)
 
+    def _move(self, race: Race, name: str, number: int, by: int) -> Updates:
+        column = race.column(name)
+        return self._go(column, min(max(number - 1 + by, 0), len(column.steps) - 1))
+
+    def _pick(self, race: Race, name: str, event: gr.EventData) -> Updates:
+        return self._go(race.column(name), event.step - 1)
+
+    def _start_or_pause(self, race: Race, name: str, number: int, label: str) -> Updates:
+        if label == PAUSE:
+            return self._resting()
+        column = race.column(name)
+        # At the end it begins again.
+        at = 0 if number >= len(column.steps) else number - 1
+        return {**self._go(column, at), self._timer: gr.Timer(active=True), self._play: PAUSE}
+
+    def _play_on(self, race: Race, name: str, number: int) -> Updates:
+        column = race.column(name)
+        if number >= len(column.steps):
+            return self._resting()
+        return {self._number: number + 1, **self._draw(column, number)}
+
+    def _go(self, column: Column, at: int) -> Updates:
+        """To a step that a person chose, which ends a play."""
+        return {self._number: at + 1, **self._draw(column, at), **self._resting()}
+
+    def _resting(self) -> Updates:
+        return {self._timer: gr.Timer(active=False), self._play: PLAY}
+
     def _draw(self, column: Column, at: int) -> Updates:
-        return {self._step: render.step(column.steps, at), self._text: render.answer(column.steps, at)}
+        return {self._step: why_render.step(column.steps, at), self._text: why_render.answer(column.steps, at)}

@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     import torch
 
 
+# heads/pretrained/TARGET/NAME, installed with the package.
+SHIPPED_HEADS = Path(__file__).parent / "heads" / "pretrained"
+
+
+def shipped_heads() -> list[Path]:
+    """The folders of all heads in the package, for any target."""
+    return sorted(path.parent for path in SHIPPED_HEADS.glob("*/*/config.json"))
+
+
 def save_file(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
     """Write tensors of any shapes as safetensors, readable by whom the umask lets read."""
     # Commands read this module, and torch takes seconds to import.

@@ -155,7 +155,9 @@ def show_findings(findings: Sequence[Finding]) -> None:
     """The doctor's report."""
     table = Table(box=None, show_header=False)
     for finding in findings:
-        table.add_row(Text(finding.state, style=STATE_STYLES[finding.state]), finding.subject, Text(finding.detail))
+        table.add_row(
+            Text(finding.state, style=STATE_STYLES[finding.state]), finding.subject, Text(finding.detail, overflow="fold")
+        )
     stdout.print(table)
 
 

@@ -13,6 +13,8 @@ from typing import Annotated, Literal
 import typer
 
 from selfspec.cli.options import command
+from selfspec.config import TargetOptions
+from selfspec.files import cache_folder, shipped_heads
 from selfspec.model.default_target import default_target
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "gguf")
@@ -21,8 +23,11 @@ OPTIONAL = {
     "triton": ("compiled GPU kernels; plain torch runs in their place", None),
     "accelerate": ("training", "train"),
     "datasets": ("training", "train"),
+    "datasketch": ("selfspec data clean", "train"),
     "peft": ("--adapter, and training of early-exit heads", "lora"),
     "fastapi": ("selfspec serve", "serve"),
+    "llguidance": ("answers that follow a schema or grammar", "serve"),
+    "presidio-analyzer": ("--capture-redact of selfspec serve", "redact"),
     "gradio": ("the app", "app"),
     "torchao": ("draft models in int8", "quant"),
 }
@@ -47,21 +52,28 @@ def register(cli: typer.Typer) -> None:
             bool,
             typer.Option("--memory", help="measure the memory of an answer by the default target with its EAGLE head"),
         ] = False,
+        speed: Annotated[
+            bool, typer.Option("--speed", help="load the default target, and time its passes against this machine's memory")
+        ] = False,
     ) -> None:
         """Show versions, devices and settings, and what will not run here and why.
 
-        Example: selfspec doctor --memory
+        Example: selfspec doctor --speed
         """
         from selfspec.cli import display
 
         display.show_findings(examine())
+        if speed:
+            with display.stage("timing passes of the default target"):
+                findings = list(_speed())
+            display.show_findings(findings)
         if memory:
             display.show_findings([_peak()])
 
 
 def examine() -> list[Finding]:
     """The whole report, in reading order."""
-    return [*_packages(), *_devices(), *_environment(), *_target()]
+    return [*_packages(), *_devices(), *_environment(), *_target(), *_heads()]
 
 
 def _packages() -> Iterator[Finding]:
@@ -80,7 +92,10 @@ def _packages() -> Iterator[Finding]:
 
 
 def _devices() -> Iterator[Finding]:
+    # Torch takes seconds to import.
     import torch
+
+    from selfspec.bench.machine import read_bandwidth, this_machine
 
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
@@ -89,7 +104,10 @@ def _devices() -> Iterator[Finding]:
     else:
         reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"
         yield Finding("note", "cuda", f"{reason}: everything runs on the CPU, without the GPU kernels")
-    yield Finding("ok", "cpu", f"{torch.get_num_threads()} threads for {os.cpu_count()} cores")
+    machine = this_machine()
+    yield Finding("ok", "cpu", f"{machine.cpu}, {machine.instruction_set}")
+    yield Finding("ok", "threads", f"{machine.num_threads} for {machine.num_cores} cores")
+    yield Finding("ok", "bandwidth", f"memory reads {read_bandwidth() / 1e9:.1f} GB/s, measured now")
 
 
 def _environment() -> Iterator[Finding]:
@@ -106,6 +124,36 @@ def _target() -> Iterator[Finding]:
         yield Finding("ok", "default target", str(default_target()))
     except ValueError as error:
         yield Finding("note", "default target", str(error))
+    folder = cache_folder()
+    # A link counts as itself: what it points to is kept elsewhere.
+    num_bytes = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())
+    yield Finding("ok", "cache", f"{folder}, {num_bytes / 1e6:.0f} MB")
+
+
+def _heads() -> Iterator[Finding]:
+    for folder in shipped_heads():
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["head_type"]
+        yield Finding("ok", f"{kind} head", str(folder))
+
+
+def _speed() -> Iterator[Finding]:
+    """How long passes of the default target take here."""
+    try:
+        source = str(default_target())
+    except ValueError as error:
+        yield Finding("note", "speed", str(error))
+        return
+    from selfspec.bench.machine import ceiling_of, cheap_nodes, pass_times
+    from selfspec.cli.loading import load_quietly
+
+    target = load_quietly(TargetOptions(target=source))
+    ceiling, times = ceiling_of(target), pass_times(target)
+    num_cheap = cheap_nodes(times)
+    yield Finding(
+        "ok", "a pass", f"{1000 * times[1]:.1f} ms of the default target on {target.device}, {str(target.dtype)[6:]}"
+    )
+    yield Finding("ok", "its floor", f"{1000 * ceiling.seconds:.1f} ms: {ceiling.bytes_per_token / 1e6:.0f} MB of weights")
+    yield Finding("ok", "drafts", f"a pass over {num_cheap} nodes takes {1000 * times[num_cheap]:.1f} ms")
 
 
 def _peak() -> Finding:

@@ -9,17 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from selfspec.drafters.names import HEADS, KINDS
+from selfspec.files import shipped_heads
 from selfspec.heads.base import CONFIG_NAME, DraftHead, HeadConfig, TargetIdentity, find_head, read_config
 from selfspec.model.adapter import adapter_hash
 from selfspec.model.target import Target
 
 logger = logging.getLogger(__name__)
-
-# heads/pretrained/TARGET/NAME, installed with the package.
-SHIPPED = Path(__file__).parents[1] / "heads" / "pretrained"
-
-# Drafters with trained heads, by the tokens per target pass of the shipped ones (docs/heads.md).
-BEST = ("eagle", "early_exit", "draft_model", "medusa")
 
 
 def identity(target: Target) -> TargetIdentity:
@@ -81,11 +76,6 @@ def is_head(source: str | Path) -> bool:
     except ValueError:
         return False
     return True
-
-
-def shipped_heads() -> list[Path]:
-    """The folders of all heads in the package, for any target."""
-    return sorted(path.parent for path in SHIPPED.glob("*/*/config.json"))
 
 
 def shipped_head(drafter: str, target: Target) -> Path:

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass, replace
 
 GB = 1e9
-# What a layer's launches add to a pass that a CUDA graph replays, whatever the layer's size. On an H200, passes of SmolLM2-135M
-# (30 layers) and of two 8B models (32 layers) took 27 to 32 microseconds a layer more than their weights' time.
+# What a layer's launches add to a pass that a CUDA graph replays, whatever the layer's size. On an H200, passes of
+# SmolLM2-135M (30 layers) and of two 8B models (32 layers) took 27 to 32 µs a layer more than their weights' time.
 LAYER_SECONDS = 30e-6
 
 

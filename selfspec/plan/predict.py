@@ -118,31 +118,17 @@ class Choice:
     tokens_per_second: float
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A prediction.
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """The predicted speed of one batch.
 
     Attributes:
-        memory: bytes by purpose.
-        largest_batch: how many sequences of this context fit.
-        largest_context: the longest context at which this batch fits, at most the target's own limit.
-        acceptance: where the expected tokens come from, in words.
         choices: one for each size of draft, plain decoding first.
         roofline_seconds, launch_seconds: the two parts of a plain pass.
         best: the fastest choice.
     """
 
-    target: str
-    weights_from: str
-    drafter: str | None
-    card: Card
-    dtype: str
     batch_size: int
-    context: int
-    memory: dict[str, int]
-    largest_batch: int
-    largest_context: int
-    acceptance: str
     choices: list[Choice]
     roofline_seconds: float
     launch_seconds: float
@@ -153,16 +139,39 @@ class Plan:
         return self.launch_seconds > self.roofline_seconds
 
     @property
+    def best(self) -> Choice:
+        return max(self.choices, key=lambda choice: choice.speedup)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Speed):
+    """A prediction.
+
+    Attributes:
+        memory: bytes by purpose.
+        largest_batch: how many sequences of this context fit.
+        largest_context: the longest context at which this batch fits, at most the target's own limit.
+        acceptance: where the expected tokens come from, in words.
+    """
+
+    target: str
+    weights_from: str
+    drafter: str | None
+    card: Card
+    dtype: str
+    context: int
+    memory: dict[str, int]
+    largest_batch: int
+    largest_context: int
+    acceptance: str
+
+    @property
     def total_bytes(self) -> int:
         return sum(self.memory.values())
 
     @property
     def fits(self) -> bool:
         return self.total_bytes <= self.card.memory
-
-    @property
-    def best(self) -> Choice:
-        return max(self.choices, key=lambda choice: choice.speedup)
 
     def shown_choices(self, limit: int = MAX_PLANNED_DEPTH + 1) -> list[Choice]:
         """About `limit` choices, evenly spread, which include the best and the two ends."""
@@ -199,19 +208,8 @@ def make_plan(
     if not 1 <= context <= target.context_length:
         raise ValueError(f"context={context} is not allowed: {target.name} takes 1 to {target.context_length} tokens")
 
-    rows = {"num_rows": batch_size, "num_tokens": context}
-
-    def choice(tree: TreeGain) -> Choice:
-        plain = target.forward.seconds(card, num_nodes=1, **rows)
-        verify = target.forward.seconds(card, num_nodes=tree.num_nodes, **rows) / plain
-        drafting = draft.seconds(card, tree, **rows) / plain if draft else 0.0
-        gain = speedup(tree.expected_tokens, drafting, verify)
-        return Choice(tree.depth, tree.num_nodes, tree.expected_tokens, drafting, verify, gain, batch_size * gain / plain)
-
-    # A larger pass is never made.
-    trees = [tree for tree in assumption.trees if tree.depth == 0 or batch_size * tree.num_nodes <= MAX_ROWS]
-    choices = [choice(tree) for tree in trees]
-    num_nodes = max(choices, key=lambda each: each.speedup).num_nodes
+    speed = predict_speed(target, draft, assumption, card, batch_size=batch_size, context=context)
+    num_nodes = speed.best.num_nodes
 
     def total(num_rows: int, num_tokens: int) -> int:
         return sum(memory_of(target, draft, card, num_rows=num_rows, num_tokens=num_tokens, num_nodes=num_nodes).values())
@@ -228,6 +226,30 @@ def make_plan(
         largest_batch=_largest(lambda rows: total(rows, context) <= card.memory, 1 << 20),
         largest_context=_largest(lambda tokens: total(batch_size, tokens) <= card.memory, target.context_length),
         acceptance=assumption.source,
+        choices=speed.choices,
+        roofline_seconds=speed.roofline_seconds,
+        launch_seconds=speed.launch_seconds,
+    )
+
+
+def predict_speed(
+    target: ModelSize, draft: DraftSize | None, assumption: Assumption, card: Card, *, batch_size: int, context: int
+) -> Speed:
+    """Predict the speed of every size of draft, for `batch_size` sequences that hold `context` tokens each."""
+    rows = {"num_rows": batch_size, "num_tokens": context}
+
+    def choice(tree: TreeGain) -> Choice:
+        plain = target.forward.seconds(card, num_nodes=1, **rows)
+        verify = target.forward.seconds(card, num_nodes=tree.num_nodes, **rows) / plain
+        drafting = draft.seconds(card, tree, **rows) / plain if draft else 0.0
+        gain = speedup(tree.expected_tokens, drafting, verify)
+        return Choice(tree.depth, tree.num_nodes, tree.expected_tokens, drafting, verify, gain, batch_size * gain / plain)
+
+    # A larger pass is never made.
+    trees = [tree for tree in assumption.trees if tree.depth == 0 or batch_size * tree.num_nodes <= MAX_ROWS]
+    choices = [choice(tree) for tree in trees]
+    return Speed(
+        batch_size=batch_size,
         choices=choices,
         roofline_seconds=target.forward.roofline_seconds(card, num_nodes=1, **rows),
         launch_seconds=target.forward.launch_seconds(card),

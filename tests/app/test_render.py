@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.app import render
-from selfspec.app.records import Column, Node, StepRecord
-from selfspec.app.render import acceptance_by_position, fate, spans, tree
+from selfspec.app import render, why_render
+from selfspec.app.race import Column, Node, Parting, StepRecord
+from selfspec.app.render import spans
+from selfspec.app.why_render import acceptance_by_position, tree
+from selfspec.app.words import fate, visible
 
 HOSTILE = "</span><script>alert('x')</script>\"&"
 
@@ -102,18 +104,18 @@ def test_tree_is_drawn_by_depth_without_collisions():
     assert drawn["a"][0] == drawn["e"][0] < drawn["b"][0] == drawn["c"][0] == drawn["f"][0] < drawn["d"][0] == drawn["z"][0]
     svg = ElementTree.fromstring(tree(branching())).find("svg")
     assert svg is not None
-    assert max(x for x, _ in places) + render.BOX_WIDTH < float(svg.attrib["width"])
-    assert max(y for _, y in places) + render.BOX_HEIGHT < float(svg.attrib["height"])
+    assert max(x for x, _ in places) + why_render.BOX_WIDTH < float(svg.attrib["width"])
+    assert max(y for _, y in places) + why_render.BOX_HEIGHT < float(svg.attrib["height"])
 
 
 def test_hostile_tokens_stay_text():
     nodes = [Node(0, HOSTILE, -1, 0, None), Node(1, HOSTILE, 0, 1, 0.5)]
     evil = step(nodes, [0], [HOSTILE], at=0.5)
     for html in (
-        spans([evil]),
-        render.step([evil], 0),
-        render.answer([evil], 0),
-        render.plots(Column(HOSTILE, HOSTILE, [evil])),
+        render.columns([column, column], {HOSTILE: badge}, is_comparable=True),
+        why_render.step([evil], 0),
+        why_render.answer([evil], 0),
+        why_render.plots(column),
         render.note(HOSTILE, "error"),
         render.facts({HOSTILE: HOSTILE}),
         render.permalink(HOSTILE),
@@ -140,4 +142,4 @@ def test_acceptance_by_position_counts_steps_that_drafted_so_deep():
 
 @pytest.mark.parametrize(("text", "seen"), [(" the", "␣the"), ("\n\n", "⏎⏎"), ("\t", "⇥"), ("", "∅")])
 def test_white_space_tokens_can_be_seen(text, seen):
-    assert render.visible(text) == seen
+    assert visible(text) == seen

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from selfspec import failures
+from selfspec.bench.machine import this_machine
 from selfspec.cli import doctor
 from selfspec.cli.main import app
 
@@ -157,6 +159,44 @@ def test_doctor_names_versions_and_gaps(monkeypatch, tmp_path):
     assert result.exit_code == 0
     assert torch.__version__ in result.output
     assert "selfspec fetch" in " ".join(result.output.split())
+
+
+def test_doctor_names_the_processor_the_heads_and_the_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "costs").mkdir(parents=True)
+    (tmp_path / "cache" / "costs" / "one").write_bytes(bytes(3_000_000))
+    found = {finding.subject: finding.detail for finding in doctor.examine()}
+    machine = this_machine()
+    assert found["cpu"] == f"{machine.cpu}, {machine.instruction_set}"
+    assert re.fullmatch(r"memory reads [\d.]+ GB/s, measured now", found["bandwidth"])
+    assert found["cache"] == f"{tmp_path / 'cache'}, 3 MB"
+    assert {f"{name} head" for name in ("eagle", "medusa", "early_exit")} <= set(found)
+    assert all((Path(found[name]) / "config.json").is_file() for name in found if name.endswith(" head"))
+    assert "datasketch" in found
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    missing = {finding.subject: finding.detail for finding in doctor._packages()}
+    assert missing["datasketch"] == 'not installed; needed for selfspec data clean: pip install "selfspec[train]"'
+
+
+def test_doctor_starts_without_the_models_library(tmp_path):
+    """Its report needs torch, and not transformers, whose import takes three times as long."""
+    script = (
+        "import sys\nfrom selfspec.cli.main import app\n"
+        "try: app(['doctor'])\nexcept SystemExit: pass\n"
+        "print([name for name in ('transformers', 'gradio', 'fastapi') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_doctor_times_a_pass_or_says_why_not(monkeypatch, tiny_target_dir, tmp_path):
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    [finding] = doctor._speed()
+    assert finding.state == "note" and "selfspec fetch" in finding.detail
+    monkeypatch.setattr(doctor, "default_target", lambda: tiny_target_dir)
+    found = {finding.subject: finding.detail for finding in doctor._speed()}
+    assert "ms of the default target on cpu, float32" in found["a pass"]
+    assert list(found) == ["a pass", "its floor", "drafts"]
 
 
 def test_doctor_measures_an_answer_or_says_why_not(monkeypatch, tiny_target_dir, tmp_path):

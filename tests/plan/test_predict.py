@@ -21,7 +21,8 @@ from selfspec.cli import plan_view
 from selfspec.cli.main import app
 from selfspec.drafters.draft_model import DraftModelDrafter
 from selfspec.drafters.names import KINDS, STUDENT_SHAPE
-from selfspec.drafters.shipped import identity, load_head, shipped_heads
+from selfspec.drafters.shipped import identity, load_head
+from selfspec.files import shipped_heads
 from selfspec.heads.base import TargetIdentity
 from selfspec.heads.eagle import Eagle1Config, EagleConfig, EagleHead
 from selfspec.heads.early_exit import DistilledDraft, EarlyExitHead
@@ -464,7 +465,13 @@ def test_tables_are_readable_in_a_narrow_terminal(width, tmp_path, monkeypatch, 
 def test_the_command_speaks_json(run):
     options = ["--drafter", "ngram", "--gpu-memory-gb", 10, "--bandwidth", 100, "--alpha", 0.5, "--num-draft-tokens", 3]
     record = json.loads(run(*options, "--json").stdout)
-    assert record["fits"] and record["card"] == {"name": "given", "memory": 1e10, "bandwidth": 1e11, "peak": None, "layer_seconds": 3e-5}
+    assert record["fits"] and record["card"] == {
+        "name": "given",
+        "memory": 1e10,
+        "bandwidth": 1e11,
+        "peak": None,
+        "layer_seconds": 3e-5,
+    }
     assert [choice["depth"] for choice in record["choices"]] == [0, 1, 2, 3]
     assert record["best"]["speedup"] == pytest.approx(expected_tokens(0.5, 3))
     assert record["total_bytes"] == sum(record["memory"].values())
