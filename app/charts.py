@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 
 # The sizes of a drawn chart, in its own units; the page scales it to the room there is.
@@ -44,14 +44,21 @@ class Series:
 
 @dataclass(frozen=True)
 class Axes:
-    """What the axes show. `floor` is a horizontal line with its name, such as plain decoding's speed."""
+    """What the axes show.
+
+    Attributes:
+        unit: of y, written at its numbers.
+        is_log: x doubles from step to step.
+        floor: a horizontal line with its name, such as plain decoding's speed.
+        best: what a point marked as best is called.
+    """
 
     x: str
     y: str
     unit: str = ""
     is_log: bool = False
     floor: tuple[float, str] | None = None
-    x_ticks: Sequence[float] = field(default=())
+    best: str = "best"
 
 
 def curves(title: str, hint: str, series: Sequence[Series], axes: Axes) -> str:
@@ -61,17 +68,16 @@ def curves(title: str, hint: str, series: Sequence[Series], axes: Axes) -> str:
     tick = _nice(highest / NUM_TICKS)
     top = tick * math.ceil(highest / tick - 1e-9)
     scale = _Scale(min(xs), max(xs), top, axes.is_log)
-    parts = [*_grid(scale, tick, axes, axes.x_ticks or _x_ticks(min(xs), max(xs), axes.is_log))]
+    parts = [*_grid(scale, tick, axes, _x_ticks(min(xs), max(xs), axes.is_log))]
     for number, each in enumerate(series):
         parts += _curve(scale, each, number, axes)
-    names = ", ".join(each.name for each in series)
-    svg = (
-        f'<svg class="marks chart" role="img" aria-label="{escape(f"{title}: {names}")}" viewBox="0 0 {WIDTH} {HEIGHT}">'
-        f"{''.join(parts)}</svg>"
-    )
-    keys = "".join(f'<span class="key line s{i}">{escape(each.name)}</span> ' for i, each in enumerate(series))
-    keys += '<span class="key best">best</span> ' if any(each.best is not None for each in series) else ""
-    keys += '<span class="key chosen">chosen</span>' if any(each.chosen is not None for each in series) else ""
+    label = escape(f"{title}: {', '.join(each.name for each in series)}")
+    svg = f'<svg class="marks chart" role="img" aria-label="{label}" viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg>'
+    names = [(f"line s{i}", each.name) for i, each in enumerate(series)]
+    names += [("floor", axes.floor[1])] if axes.floor is not None else []
+    names += [("best", axes.best)] if any(each.best is not None for each in series) else []
+    names += [("chosen", "chosen")] if any(each.chosen is not None for each in series) else []
+    keys = " ".join(f'<span class="key {kind}">{escape(name)}</span>' for kind, name in names)
     caption = f"{escape(title)}<small>{escape(hint)}</small>"
     return f'<figure class="curve"><figcaption>{caption}</figcaption>{svg}<p class="keys">{keys}</p></figure>'
 
@@ -105,7 +111,6 @@ def _grid(scale: _Scale, tick: float, axes: Axes, x_ticks: Sequence[float]) -> I
     if axes.floor is not None:
         y = scale.y(axes.floor[0])
         yield f'<path class="floor" d="M{LEFT},{y:.1f} H{WIDTH - RIGHT}"/>'
-        yield f'<text class="axis" x="{WIDTH - RIGHT}" y="{y - 4:.1f}" text-anchor="end">{escape(axes.floor[1])}</text>'
 
 
 def _curve(scale: _Scale, series: Series, number: int, axes: Axes) -> Iterable[str]:
@@ -148,10 +153,10 @@ def stacked(title: str, hint: str, parts: Sequence[tuple[str, float]], capacity:
     )
     rows = "".join(
         f'<tr><td><span class="swatch m{i}"></span>{escape(name)}</td><td>{size:.2f} {unit}</td>'
-        f"<td>{size / capacity:.1%}</td></tr>"
+        f"<td>{_share(size / capacity)}</td></tr>"
         for i, (name, size) in enumerate(parts)
     )
-    rows += f'<tr class="total"><td>total</td><td>{total:.2f} {unit}</td><td>{share:.1%}</td></tr>'
+    rows += f'<tr class="total"><td>total</td><td>{total:.2f} {unit}</td><td>{_share(share)}</td></tr>'
     over = " over" if share > 1 else ""
     width = min(100, 100 * share)
     return (
@@ -160,3 +165,7 @@ def stacked(title: str, hint: str, parts: Sequence[tuple[str, float]], capacity:
         f'<p class="zoom">what is taken, enlarged</p><div class="taken" aria-hidden="true">{cells}</div>'
         f'<table class="parts"><tbody>{rows}</tbody></table></figure>'
     )
+
+
+def _share(share: float) -> str:
+    return "&lt;0.1%" if share < 0.001 else f"{share:.1%}"

@@ -184,7 +184,9 @@ class LocalRaces(Races):
             head = load_head(source, self.target, drafter=drafter)
         except ValueError as error:
             return HeadReport(facts, card, None, f"It does not fit: {error}.")
-        name = f"{drafter}:{source}"
+        # A shipped head that is offered already has a name.
+        is_offered = drafter in self.drafters and shipped_head(drafter, self.target).samefile(directory)
+        name = drafter if is_offered else f"{drafter}:{source}"
         label = self.drafters.setdefault(name, label_of(name))
         facts["parameters"] = f"{head.num_parameters / 1e6:.1f}M"
         return HeadReport(facts, card, name, f"It fits {Path(self.target.name).name}: race it as “{label}” under Compare.")

@@ -24,6 +24,8 @@ def _headline(prediction: Plan) -> str:
     if prediction.host_decides:
         return _refusal(prediction) + source
     best = prediction.best
+    if best.depth == 0:
+        return f'<p class="headline"><b>1.00×</b> plain decoding is fastest at this batch</p>{source}'
     return (
         f'<p class="headline"><b>{best.speedup:.2f}×</b> with {count(best.depth, "draft token")} a step, '
         f"the best here, on {escape(prediction.card.name)}</p>{source}"
@@ -72,9 +74,9 @@ def pictures(prediction: Plan, chosen: Choice, others: Sequence[Plan], batches: 
         batches: for each plan, this one first, its speeds at growing batches.
     """
     plans = [prediction, *others]
-    drawn = [_by_depth(plans, chosen), _by_batch(plans, batches)]
-    drawn += [_memory(each) for each in plans]
-    return f'<div class="plots">{"".join(drawn)}</div>{_comparison(plans) if others else ""}'
+    curves = _by_depth(plans, chosen) + _by_batch(plans, batches)
+    memory = "".join(_memory(each) for each in plans)
+    return f'{_comparison(plans) if others else ""}<div class="plots">{curves}</div><div class="plots">{memory}</div>'
 
 
 def _by_depth(plans: Sequence[Plan], chosen: Choice) -> str:

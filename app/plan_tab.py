@@ -72,7 +72,7 @@ class PlanTab:
             )
         with gr.Row():
             acceptance = gr.Radio(
-                [("the head’s card", MEASURED), ("α below", ASSUMED)],
+                [("the head’s card", MEASURED), ("α", ASSUMED)],
                 value=MEASURED,
                 label="Drafts held",
                 info="What says how many",

@@ -130,7 +130,7 @@ def tree_legend() -> str:
         "unseen": "never reached",
         "bonus": "the target’s own token",
     }
-    shown = " ".join(f'<span class="key {kind}"><i>ab</i> {words}</span>' for kind, words in keys.items())
+    shown = " ".join(f'<span class="key of-{kind}"><i>ab</i> {words}</span>' for kind, words in keys.items())
     return (
         f'<p class="keys">{shown} <span class="key"><i class="note">44 %</i> drafter’s chance of the whole path</span></p>'
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import gradio as gr
 
 from selfspec.app import render, why_render
@@ -66,9 +68,9 @@ class WhyTab:
         with gr.Column(visible=False) as self._body:
             self._column = gr.Radio([], label="Column", elem_id="column")
             with gr.Row(elem_id="steps"):
-                previous = gr.Button("◀ Previous", size="sm", elem_id="previous", min_width=90)
-                self._play = gr.Button(PLAY, size="sm", variant="primary", elem_id="play", min_width=90)
-                following = gr.Button("Next ▶", size="sm", elem_id="next", min_width=90)
+                previous = gr.Button("◀ Previous", size="sm", elem_id="previous", scale=0, min_width=110)
+                self._play = gr.Button(PLAY, size="sm", variant="primary", elem_id="play", scale=0, min_width=110)
+                following = gr.Button("Next ▶", size="sm", elem_id="next", scale=0, min_width=110)
             self._number = gr.Slider(1, 2, 1, step=1, label="Verify step", elem_id="step")
             self._step = html(elem_id="tree", js_on_load=CHOOSING)
             self._text = html(elem_id="text", js_on_load=CHOOSING + KEEPING)
@@ -80,8 +82,8 @@ class WhyTab:
         finished.change(self._open, finished, [self._hint, self._body, self._column, self._plots, *moved], **DRAWING)
         self._column.input(self._show_column, [finished, self._column], [self._plots, *moved], **DRAWING)
         self._number.input(self._show_step, place, drawn, **DRAWING)
-        previous.click(lambda *where: self._move(*where, -1), place, moved, **DRAWING)
-        following.click(lambda *where: self._move(*where, 1), place, moved, **DRAWING)
+        previous.click(partial(self._move, by=-1), place, moved, **DRAWING)
+        following.click(partial(self._move, by=1), place, moved, **DRAWING)
         self._text.select(self._pick, [finished, self._column], moved, **DRAWING)
         self._play.click(self._start_or_pause, [*place, self._play], moved, **DRAWING)
         self._timer.tick(self._play_on, place, moved, **DRAWING)
@@ -123,7 +125,7 @@ class WhyTab:
         column = race.column(name)
         return self._draw(column, min(number, len(column.steps)) - 1)
 
-    def _move(self, race: Race, name: str, number: int, by: int) -> Updates:
+    def _move(self, race: Race, name: str, number: int, *, by: int) -> Updates:
         column = race.column(name)
         return self._go(column, min(max(number - 1 + by, 0), len(column.steps) - 1))
 

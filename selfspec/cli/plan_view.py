@@ -74,8 +74,11 @@ def _show_speed(plan: Plan) -> None:
         )
     stdout.print(table)
     best = plan.best
-    size = f"{_count(best.depth, 'draft token')} deep, {_count(best.num_nodes, 'node')}"
-    stdout.print(f"Best: {size}, {best.speedup:.2f}x plain decoding ({plan.acceptance}).")
+    if best.depth:
+        size = f"{_count(best.depth, 'draft token')} deep, {_count(best.num_nodes, 'node')}"
+        stdout.print(f"Best: {size}, {best.speedup:.2f}x plain decoding ({plan.acceptance}).")
+    else:
+        stdout.print(f"Best: plain decoding ({plan.acceptance}).")
     stdout.print("Costs are relative to a plain pass. A pass takes the time of its roofline and of its launches.")
 
 

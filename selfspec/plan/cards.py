@@ -77,6 +77,30 @@ def read_figures(card: str) -> CardFigures:
     return found if found.length is not None or found.rates else _figures_in_text(card)
 
 
+def read_task_lengths(card: str) -> dict[str, float]:
+    """Acceptance length by task, from a card's metadata, or else from the rows of its table."""
+    try:
+        data: Any = ModelCard(card, ignore_metadata_errors=True).data
+    except (ValueError, yaml.YAMLError):
+        return {}
+    results = [each for each in data.eval_results or () if each.dataset_config and each.metric_type == LENGTH]
+    return {each.dataset_config: float(each.metric_value) for each in results} or _task_lengths_in_text(card)
+
+
+def _task_lengths_in_text(card: str) -> dict[str, float]:
+    """The rows of the table of acceptance lengths; a row may hold several tasks, with strokes between them."""
+    table = re.search(r"^\|[^|\n]*\| acceptance length \|\n\|[ |:-]+\|\n((?:\|.*\|\n?)+)", card, re.MULTILINE)
+    lengths: dict[str, float] = {}
+    for line in table[1].splitlines() if table else ():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        names, values = (cell.split(" / ") for cell in cells[:2])
+        if len(names) == len(values):
+            # What is said of a row in brackets is for readers of the card.
+            found = {re.sub(r" \(.*\)$|, all.*$", "", name): value for name, value in zip(names, values, strict=True)}
+            lengths |= {name: float(value) for name, value in found.items() if re.fullmatch(r"[\d.]+", value)}
+    return lengths
+
+
 def _figures_of(results: Sequence[EvalResult]) -> CardFigures:
     sizes = [result.metric_args or {} for result in results if result.metric_type in (LENGTH, RATE)]
     length = next((float(result.metric_value) for result in results if result.metric_type == LENGTH), None)

@@ -1,0 +1,47 @@
+"""This machine: its memory's ceiling for plain decoding, where the last race stands against it, and what a pass costs."""
+
+from __future__ import annotations
+
+import gradio as gr
+
+from selfspec.app import machine_render, render
+from selfspec.app.events import COMPUTING, DRAWING, Updates, html
+from selfspec.app.local_races import Race
+from selfspec.app.machine_render import Measured
+from selfspec.bench.machine import ceiling_of, pass_times, this_machine
+from selfspec.model.target import Target
+
+HINT = "Measure reads memory for half a second and times passes of 1 to 64 nodes, which takes some seconds."
+
+
+class MachineTab:
+    """The tab's components and events. It compares with the race that `finished` holds."""
+
+    def __init__(self, target: Target, finished: gr.State) -> None:
+        self._target = target
+        self._machine = this_machine()
+        self._dtype = str(target.dtype).removeprefix("torch.")
+        # A measurement is of the machine, not of a visitor, so everyone sees the last one.
+        self._measured: Measured | None = None
+        html(machine_render.about(self._machine, str(target.device), self._dtype))
+        with gr.Row():
+            measure = gr.Button("Measure", variant="primary", size="sm", elem_id="measure", scale=0, min_width=130)
+        self._standing = html(render.note(HINT), elem_id="standing")
+        measure.click(lambda: render.note("Measuring …"), None, self._standing, queue=False, **DRAWING).then(
+            self._measure, finished, self._standing, **COMPUTING
+        )
+        finished.change(self.show, finished, self._standing, **DRAWING)
+        self.outputs = [self._standing]
+
+    def _measure(self, race: Race | None) -> Updates:
+        self._measured = Measured(ceiling_of(self._target), pass_times(self._target))
+        return self.show(race)
+
+    def show(self, race: Race | None) -> Updates:
+        """What is measured, beside the last race."""
+        if self._measured is None:
+            return {self._standing: render.note(HINT)}
+        columns = [] if race is None else race.columns
+        is_cuda = self._target.device.type == "cuda"
+        drawn = machine_render.standing(self._machine, self._measured, columns, dtype=self._dtype, is_cuda=is_cuda)
+        return {self._standing: drawn}
