@@ -51,8 +51,12 @@ def shipped(heads: Sequence[HeadSummary], offered: Collection[str]) -> str:
     return f'<table class="outcomes heads"><thead><tr>{columns}</tr></thead><tbody>{rows}</tbody></table>'
 
 
-def acceptance(card: str) -> str:
-    """What a card reports of acceptance: by depth and by task, as far as it does."""
+def acceptance(folder: Path) -> str:
+    """What a head's card reports of acceptance: by depth and by task, as far as it does."""
+    readme = folder / README
+    if not readme.is_file():
+        return ""
+    card = readme.read_text(encoding="utf-8")
     figures, lengths = read_figures(card), read_task_lengths(card)
     drawn = []
     if figures.rates:

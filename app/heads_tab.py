@@ -10,6 +10,7 @@ from selfspec.app.frame import Frame
 from selfspec.app.local_races import LocalRaces
 from selfspec.failures import describe
 from selfspec.files import shipped_heads
+from selfspec.heads.base import find_head
 
 
 def build(frame: Frame) -> None:
@@ -35,6 +36,7 @@ class HeadsTab:
                 info="Choose one that is shipped, or type a folder or an id on the Hugging Face Hub",
                 elem_id="source",
                 scale=4,
+                min_width=280,
             )
             self._check = gr.Button("Does it fit?", variant="primary", size="sm", elem_id="check", scale=0, min_width=130)
         self._verdict = html(elem_id="verdict")
@@ -47,7 +49,7 @@ class HeadsTab:
     def _examine(self, source: str | None) -> Updates:
         try:
             report = self._races.examine(source or "")
-            plots = heads_render.acceptance(report.card)
+            plots = heads_render.acceptance(find_head((source or "").strip()))
         except Exception as error:
             if (sentence := describe(error)) is None:
                 raise
