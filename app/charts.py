@@ -65,8 +65,8 @@ def curves(title: str, hint: str, series: Sequence[Series], axes: Axes) -> str:
     """Curves over a common x, from y = 0 on."""
     xs = [x for each in series for x, _ in each.points]
     highest = max([y for each in series for _, y in each.points] + ([axes.floor[0]] if axes.floor else []))
-    tick = _nice(highest / NUM_TICKS)
-    top = tick * math.ceil(highest / tick - 1e-9)
+    tick = _nice(highest / NUM_TICKS or 1.0)
+    top = tick * max(1, math.ceil(highest / tick - 1e-9))
     scale = _Scale(min(xs), max(xs), top, axes.is_log)
     parts = [*_grid(scale, tick, axes, _x_ticks(min(xs), max(xs), axes.is_log))]
     for number, each in enumerate(series):
@@ -126,7 +126,7 @@ def _curve(scale: _Scale, series: Series, number: int, axes: Axes) -> Iterable[s
 
 def _nice(step: float) -> float:
     """The least of 1, 2 and 5 times a power of ten that is not below `step`."""
-    power = 10 ** math.floor(math.log10(step)) if step > 0 else 1.0
+    power = 10 ** math.floor(math.log10(step))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= step * (1 - 1e-9))
 
 

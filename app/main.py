@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gradio as gr
 
-from selfspec.app import heads_tab, plan_tab, render, why_tab
+from selfspec.app import heads_tab, machine_tab, plan_tab, render, server_tab, why_tab
 from selfspec.app.compare_tab import CompareTab
 from selfspec.app.events import html
 from selfspec.app.frame import Frame
@@ -22,7 +23,7 @@ from selfspec.app.remote_races import RemoteRaces
 from selfspec.model.target import Target
 
 # After Compare, in this order. Each is a module with `build(frame)`, and may have `CSS`, the path of a style sheet.
-TABS = (why_tab, heads_tab, plan_tab)
+TABS = (why_tab, server_tab, heads_tab, machine_tab, plan_tab)
 
 STYLES = [Path(__file__).with_name(name) for name in ("style.css", "tabs.css")]
 # Gradio ships this font, so nothing is loaded from elsewhere. Its weight 600 lacks letters; 700 has them all.
@@ -42,6 +43,17 @@ THEME = gr.themes.Default(primary_hue="blue", neutral_hue="slate", font=[FONT, "
     button_primary_background_fill_dark="*primary_600",
     button_primary_background_fill_hover_dark="*primary_700",
 )
+# How the page looks and what it leaves out, wherever it is served.
+LOOK: dict[str, Any] = {
+    # Gradio's own are about its API and itself.
+    "footer_links": [],
+    "run_history": False,
+    "enable_monitoring": False,
+    "ssr_mode": False,
+    "mcp_server": False,
+    "theme": THEME,
+    "css_paths": [STYLE, *(tab.CSS for tab in TABS if hasattr(tab, "CSS"))],
+}
 
 
 def build(source: Target | Server) -> gr.Blocks:
@@ -86,13 +98,6 @@ def serve(source: Target | Server, *, host: str = "127.0.0.1", port: int | None 
         share=False,
         quiet=True,
         prevent_thread_lock=True,
-        # Gradio's own are about its API and itself.
-        footer_links=[],
-        run_history=False,
-        enable_monitoring=False,
-        ssr_mode=False,
-        mcp_server=False,
-        theme=THEME,
-        css_paths=STYLES,
+        **LOOK,
     )
     return page

@@ -137,6 +137,16 @@ class Server:
         heads = self._get("heads")
         return [head["id"] for head in heads if head["status"] == "ready" and head["id"] != "none"]
 
+    def metrics(self) -> str:
+        """Its figures in Prometheus' text format."""
+        try:
+            response = httpx.get(self.url.removesuffix("/v1") + "/metrics", timeout=CONNECT_SECONDS)
+        except httpx.HTTPError as error:
+            raise ValueError(self._failure(error)) from error
+        if response.status_code != 200:
+            raise ValueError(self._refusal(response))
+        return response.text
+
     def stream(
         self, calls: Mapping[str, Call], is_stopped: Callable[[], bool] = lambda: False
     ) -> Iterator[tuple[str, JSON, float]]:

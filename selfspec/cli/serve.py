@@ -15,6 +15,11 @@ from selfspec.model.default_target import source_of
 from selfspec.serve.options import ServeOptions
 
 if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from fastapi import FastAPI
+
     from selfspec.engine import Intake, Listener, SpecEngine
     from selfspec.model.text_side import TextSide
     from selfspec.traffic.capture import Capture
@@ -37,6 +42,9 @@ def register(cli: typer.Typer) -> None:
         options: ServeOptions,
         host: Annotated[str, typer.Option("--host", help="address to listen on; 0.0.0.0 lets others in")] = "127.0.0.1",
         port: Annotated[int, typer.Option("--port", help="0 takes any free port", min=0, max=65535)] = 8000,
+        app: Annotated[
+            bool, typer.Option("--app", help="the page, too, at the server's root: races and the server's figures")
+        ] = False,
     ) -> None:
         """Serve the target over HTTP with OpenAI's and Anthropic's APIs.
 
@@ -80,12 +88,26 @@ def register(cli: typer.Typer) -> None:
                 spinner.close()
                 url = url_of(host, listener)
                 typer.echo(f"{url}/v1 serves {service.name} (Ctrl-C ends it)")
+                if app:
+                    typer.echo(f"{url} is the page")
                 if options.log_level in ("debug", "info"):
                     typer.echo(first_steps(url, service.name, has_key=bool(service.api_keys), text_side=engine.target))
 
-            run(service, listener, load)
+            run(service, listener, load, add_page=page_of(host, listener, service.api_keys) if app else None)
         finally:
             spinner.close()
+
+
+def page_of(host: str, listener: "socket.socket", api_keys: list[str]) -> "Callable[[FastAPI], None]":
+    """What mounts the page on the server, which it reaches at this machine's own address."""
+    try:
+        from selfspec.app.mounted import mount
+    except ImportError as error:
+        raise ValueError("the page needs gradio: pip install 'selfspec[app]', or leave out --app") from error
+    from selfspec.serve.sockets import url_of
+
+    own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return partial(mount, url=url_of(own, listener), api_keys=api_keys)
 
 
 def check_libraries() -> None:

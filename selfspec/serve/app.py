@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from selfspec.serve.gate import REQUEST_ID, Gate, Tally
 from selfspec.serve.messages import CountRequest, MessagesRequest
 from selfspec.serve.messages_answer import MessagesAnswer
 from selfspec.serve.new_drafters import prepare_drafter
+from selfspec.serve.page import add_root
 from selfspec.serve.protocol import ChatRequest, CompletionRequest, HeadRequest
 from selfspec.serve.responses import ResponsesRequest
 from selfspec.serve.responses_answer import ResponsesAnswer
@@ -32,10 +33,15 @@ from selfspec.serve.service import Service, Submitted
 from selfspec.serve.streams import EventStream, collect, lines, while_connected
 
 
-def create_app(service: Service) -> FastAPI:
-    """The API as an ASGI application."""
+def create_app(service: Service, add_page: Callable[[FastAPI], None] | None = None) -> FastAPI:
+    """The API as an ASGI application.
+
+    Args:
+        add_page: mounts a page at `/`; without one, `GET /` names the routes.
+    """
     app = FastAPI(title="selfspec", version=__version__, openapi_url=None)
-    app.add_middleware(Gate, api_keys=service.api_keys, hosts=service.hosts, has_log=not service.options.no_request_log)
+    has_log = not service.options.no_request_log
+    app.add_middleware(Gate, api_keys=service.api_keys, hosts=service.hosts, has_log=has_log, has_page=add_page is not None)
     if service.options.cors_origin:
         app.add_middleware(
             CORSMiddleware,
@@ -156,6 +162,7 @@ def create_app(service: Service) -> FastAPI:
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
+    add_root(app, service.name, add_page)
     return app
 
 

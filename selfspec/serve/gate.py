@@ -63,11 +63,21 @@ class Gate:
         api_keys: those that requests to `/v1` must bring one of; none for no keys.
         hosts: names that the `Host` header may have, besides this machine's own and addresses; `*` allows all.
         has_log: a line for each request that is no monitor's.
+        has_page: there is a page, whose many small requests are no monitor's and get no line either.
     """
 
-    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], hosts: Sequence[str], has_log: bool = True) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_keys: Sequence[str],
+        hosts: Sequence[str],
+        has_log: bool = True,
+        has_page: bool = False,
+    ) -> None:
         self._app = app
         self._has_log = has_log
+        self._has_page = has_page
         self._keys = [key.encode() for key in api_keys]
         self._hosts = {host.lower() for host in hosts}
 
@@ -97,7 +107,8 @@ class Gate:
             path = scope.get("raw_path", b"").decode("latin-1").encode("unicode_escape").decode()[:MAX_LOGGED_PATH]
             # An error that nobody foresaw is answered by the layer above this one.
             outcome = (scope["method"], path, status or 500, tally, request_id)
-            is_quiet = not self._has_log or (scope["path"] in PROBES and status != 403)
+            is_of_page = self._has_page and not scope["path"].startswith("/v1/")
+            is_quiet = not self._has_log or ((scope["path"] in PROBES or is_of_page) and status != 403)
             logger.log(logging.DEBUG if is_quiet else logging.INFO, "%s %s %d %s, %s", *outcome)
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from selfspec.serve.app import create_app
 from selfspec.serve.logs import log_config
@@ -22,15 +23,23 @@ logger = logging.getLogger(__name__)
 FLUSH_SECONDS = 5
 
 
-def run(service: Service, listener: socket.socket, load: Callable[[], None]) -> None:
+def run(
+    service: Service,
+    listener: socket.socket,
+    load: Callable[[], None],
+    *,
+    add_page: Callable[[FastAPI], None] | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT, then let the running answers end; a second signal ends them at once.
 
     Args:
         load: opens the service. If it raises, the server ends and the error is raised again.
+        add_page: mounts a page at `/`.
     """
     config = uvicorn.Config(
-        create_app(service),
-        lifespan="off",
+        create_app(service, add_page),
+        # The page's queue starts with the application; the API needs no such event.
+        lifespan="off" if add_page is None else "on",
         log_config=log_config(service.options.log_level),
         # The gate writes those lines.
         access_log=False,
