@@ -82,7 +82,7 @@ def _throughput(readings: list[Reading]) -> str:
     end = readings[-1].at
     pairs = pairwise(readings)
     points = [(round(after.at - end), between(before, after).tokens_per_second) for before, after in pairs]
-    axes = Axes("seconds ago", "tokens/s")
+    axes = Axes("seconds from now", "tokens/s")
     return charts.curves("Throughput", "tokens a second, of all requests together", [Series("tokens/s", points)], axes)
 
 
