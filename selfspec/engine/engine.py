@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from selfspec.api import completion_of
 from selfspec.engine.events import CLOSED, EngineClosed, Event, Listener, StepCounts
 from selfspec.engine.health import Health
 from selfspec.engine.intake import Intake
 from selfspec.engine.warm_up import warm_up
+from selfspec.loop.answer import Teller
 from selfspec.loop.drafter import Drafter, NoDrafter
 from selfspec.loop.group import Group
 from selfspec.loop.planner import Planner
@@ -59,8 +59,9 @@ class _Stream:
     """What the caller of one sequence has been told so far."""
 
     handle: Handle
+    teller: Teller
     last_time: float
-    num_sent: int = 0
+    has_begun: bool = False
 
 
 class SpecEngine(Intake):
@@ -330,7 +331,7 @@ class SpecEngine(Intake):
             if not self.makes_text and not request.sampling.stop:
                 sequence.text_stream = TextStream(None)
             sequence.created = handle.created
-            self._streams[sequence] = _Stream(handle, handle.created)
+            self._streams[sequence] = _Stream(handle, Teller(sequence), handle.created)
 
     def drop(self, handle: Handle) -> None:
         """End the open sequences of a cancelled call. Only for the engine's thread; others use `Handle.cancel`."""
@@ -346,21 +347,11 @@ class SpecEngine(Intake):
         stream = self._streams.get(sequence)
         if stream is None:
             return
-        num_sent, stream.num_sent = stream.num_sent, len(sequence.token_ids)
-        if num_new := stream.num_sent - num_sent:
-            self._emitted.append((num_new, now - stream.last_time, num_sent == 0))
-            stream.last_time = now
-        is_last = sequence.finish_reason is not None
-        event = Event(
-            sequence.request,
-            sequence.text_stream.take(is_last=is_last),
-            sequence.token_ids[num_sent:],
-            sequence.logprobs[num_sent:],
-            sequence.top_logprobs[num_sent:],
-            completion_of(sequence) if is_last and sequence.error is None else None,
-            sequence.error,
-        )
-        if is_last:
+        event = Event.of(sequence.request, stream.teller.news(), sequence.error)
+        if num_new := len(event.token_ids):
+            self._emitted.append((num_new, now - stream.last_time, not stream.has_begun))
+            stream.last_time, stream.has_begun = now, True
+        if event.is_last:
             self._forget(sequence)
             if event.completion is None:
                 self._tell(self.listener.failed, is_cancelled=False)

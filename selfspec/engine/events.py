@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from selfspec.api import Completion
+from selfspec.loop.answer import Completion, Piece, StreamEvent
 from selfspec.loop.group import Step
 from selfspec.loop.sequence import Request
 
@@ -35,6 +35,19 @@ class Event:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     completion: Completion | None = None
     error: Exception | None = None
+    num_draft_tokens: int = field(default=0, kw_only=True)
+    num_accepted_tokens: int = field(default=0, kw_only=True)
+    pieces: list[Piece] = field(default_factory=list, kw_only=True)
+
+    @classmethod
+    def of(cls, request: Request, news: StreamEvent, error: Exception | None) -> Event:
+        """The event that tells of a step."""
+        return cls(request, error=error, **vars(news))
+
+    @property
+    def news(self) -> StreamEvent:
+        """What a stream of one answer tells of it."""
+        return StreamEvent(**{each.name: getattr(self, each.name) for each in fields(StreamEvent)})
 
     @property
     def is_last(self) -> bool:

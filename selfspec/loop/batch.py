@@ -170,6 +170,7 @@ def commit_row(sequence: Sequence, cache: KVCache, row: Report, problem: Excepti
         sequence.fail(problem)
     kept = _emit(sequence, row.tokens)
     emission = Emission(kept, row.num_drafted, min(row.num_accepted, len(kept)))
+    sequence.token_depths += emission.depths
     sequence.num_accepted_tokens += emission.num_accepted
     sequence.seconds = time.perf_counter() - sequence.started
     return emission

@@ -44,6 +44,10 @@ class Request:
     begin_grammar: Callable[[], Grammar] | None = None
 
 
+# Where a token comes from that was no draft: the target's own after drafts, and in a pass without any.
+BONUS, OWN = 0, -1
+
+
 class PromptTooLong(ValueError):
     """A prompt that leaves no room for an answer."""
 
@@ -150,6 +154,7 @@ class Sequence:
     """A request being decoded.
 
     Attributes:
+        token_depths: for each emitted token the depth of the draft that it was, `BONUS` or `OWN`.
         num_target_passes, num_draft_tokens, num_accepted_tokens: over the whole answer. An accepted draft counts only if it
             was emitted, so not after a stop.
         num_paused_passes: passes without drafts because the text had outgrown the drafter's context.
@@ -167,6 +172,7 @@ class Sequence:
     eos_token_ids: frozenset[int]
     grammar: Grammar | None = None
     token_ids: list[int] = field(default_factory=list)
+    token_depths: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     finish_reason: str | None = None
@@ -238,3 +244,9 @@ class Emission:
     tokens: list[int]
     num_drafted: int
     num_accepted: int
+
+    @property
+    def depths(self) -> list[int]:
+        """For each token the depth of the draft that it was, `BONUS` or `OWN`."""
+        drafts = list(range(1, self.num_accepted + 1))
+        return drafts if len(self.tokens) == self.num_accepted else [*drafts, BONUS if self.num_drafted else OWN]

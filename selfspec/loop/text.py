@@ -67,6 +67,10 @@ class TextStream:
         self._text = io.StringIO()
         self._num_characters = 0
         self._num_taken = 0
+        # How many characters the text had after each token, before a stop string cut it, and the first token with text
+        # that was not taken.
+        self._ends: list[int] = []
+        self._first = 0
         # Ids whose text may still change, how many of its characters are in the text already, and the ids before them with
         # their text.
         self._pending: list[int] = []
@@ -93,6 +97,7 @@ class TextStream:
         fresh = self._fresh_text()
         begin = self._num_characters
         self._append(fresh)
+        self._ends.append(self._num_characters)
         ends = [(begin + end - len(stop.string), stop) for stop in self._stops if (end := stop.read(fresh)) is not None]
         if not ends or not may_stop:
             return False
@@ -106,6 +111,7 @@ class TextStream:
         """End the text. Half a character that was held back is added as it is, because no token follows."""
         if self.stop_string is None and self._pending:
             self._append(self._settle(len(self._pending), self._decode_after(self._pending)))
+            self._ends[-1] = self._num_characters
 
     def take(self, *, is_last: bool = False) -> str:
         """The text that may be shown and was not taken before; all the rest once the sequence has ended."""
@@ -116,6 +122,24 @@ class TextStream:
         self._text.seek(self._num_taken)
         self._num_taken = max(self._num_taken, end)
         return self._text.read(self._num_taken - self._text.tell())
+
+    def take_by_token(self, *, is_last: bool = False) -> list[tuple[int, str]]:
+        """As `take`, but apart by tokens: the number of each one that completes some text, and that text.
+
+        The end token has no text. Use either this or `take` throughout.
+        """
+        begin = self._num_taken
+        text = self.take(is_last=is_last)
+        end, at, parts = begin + len(text), begin, []
+        while at < end:
+            # The last token's text may still grow, when the sequence ends.
+            until = min(self._ends[self._first], end)
+            if until > at:
+                parts.append((self._first, text[at - begin : until - begin]))
+                at = until
+            if at < end:
+                self._first += 1
+        return parts
 
     def _append(self, text: str) -> None:
         self._text.seek(self._num_characters)

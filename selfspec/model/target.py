@@ -70,6 +70,7 @@ class Target(TextSide):
 
     Attributes:
         passes: runs the passes of the model and of its drafters.
+        drafters: those that were asked for by name, which stay loaded with the target.
         lock: held while a pass runs. Threads that share a target take turns, a step at a time; for many callers at once
             `selfspec.engine.SpecEngine` is faster.
 
@@ -101,6 +102,7 @@ class Target(TextSide):
         # A ready-made mask, because the model would otherwise build its own.
         self.mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         self.lock = threading.RLock()
+        self.drafters: dict[str, Any] = {}
         self._spare_cache: KVCache | None = None
         # Nothing is captured for the checks, which compare single passes.
         self.passes = Passes(device=self.device)
