@@ -1,7 +1,7 @@
 """The library's front door: prompts in, completions or a stream of text out."""
 
 from selfspec.api.calls import generate, generate_iter, stream
-from selfspec.api.custom_generate import custom_generate
+from selfspec.api.plugin import custom_generate
 from selfspec.api.prompts import Prompt, encode
 from selfspec.loop.answer import Completion, Piece, StreamEvent, completion_of
 

@@ -81,8 +81,8 @@ def sampling_of(sampling: SamplingLike | None, settings: Mapping[str, Any], *, t
     """
     if sampling is not None and not isinstance(sampling, SamplingParams | Mapping):
         raise TypeError(
-            f"sampling={sampling!r} is not allowed: pass SamplingParams(max_new_tokens=64), a dict, or leave it out and pass "
-            "max_new_tokens=64"
+            f"sampling={sampling!r} is not allowed: pass SamplingParams(max_new_tokens=64) or a dict, "
+            "or max_new_tokens=64 instead"
         )
     given = {**sampling, **settings} if isinstance(sampling, Mapping) else dict(settings)
     for name in given:

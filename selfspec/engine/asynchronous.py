@@ -74,6 +74,16 @@ class AsyncEngine:
     ) -> None:
         await self.aclose()
 
+    @property
+    def num_running(self) -> int:
+        """Answers that are decoded at present."""
+        return self._engine.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Answers that wait for a place."""
+        return self._engine.num_waiting
+
     async def aclose(self) -> None:
         """End the engine. Answers that are under way end with `EngineClosed`."""
         # In a thread, because it waits for the step that runs.

@@ -161,7 +161,8 @@ def _plain_attention(
         scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
         mask = torch.ones(N, S, dtype=torch.bool, device=scores.device).tril(S - N)
-    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    # Not with infinity, because a row of padding sees nothing, and the others must not get its NaN.
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:
         scores = torch.cat([scores, sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
     probs = scores.softmax(-1)[..., :S].to(value.dtype)

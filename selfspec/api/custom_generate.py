@@ -1,2 +1,0 @@
-def custom_generate():
-    """x"""
