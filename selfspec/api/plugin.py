@@ -109,9 +109,8 @@ class _Columns:
             self._num_told += 1
 
     def padded(self) -> list[list[int]]:
-        return [
-            row + [self._padding] * (self._longest - len(row)) if len(row) < self._longest else row for row in self._rows
-        ]
+        """The rows, each as long as the longest."""
+        return [[self._token(row, column) for column in range(self._longest)] for row in self._rows]
 
     @property
     def _longest(self) -> int:

@@ -187,9 +187,7 @@ def test_a_cache_with_a_text_in_it_is_refused(model: PreTrainedModel, reference:
 
 def test_padding_on_the_right_is_refused(model: PreTrainedModel) -> None:
     inputs = {"input_ids": torch.tensor([[5, 6, 7], [5, 6, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}
-    with pytest.raises(
-        ValueError, match="prompt 1 has padding after or between its tokens: set the tokenizer's padding_side to 'left'"
-    ):
+    with pytest.raises(ValueError, match="prompt 1 has padding after .*: set the tokenizer's padding_side to 'left'"):
         model.generate(**inputs, max_new_tokens=4, **OURS)
 
 

@@ -136,6 +136,13 @@ def test_a_caller_who_leaves_ends_the_request(target: Target, how: str) -> None:
                 break
         return count
 
+    async def side_by_side(engine: AsyncEngine) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(read(engine))
+            group.create_task(engine.generate(["the cat"] * 4, **ENDLESS))
+            await until(lambda: engine.num_running == 5)
+            raise RuntimeError("a neighbour fails")
+
     async def main() -> None:
         async with engine_of(target, drafter=SlowDrafter()) as engine:
             if how == "break":
@@ -149,11 +156,7 @@ def test_a_caller_who_leaves_ends_the_request(target: Target, how: str) -> None:
                         await read(engine)
             elif how == "group":
                 with pytest.raises(ExceptionGroup, match="unhandled"):
-                    async with asyncio.TaskGroup() as group:
-                        group.create_task(read(engine))
-                        group.create_task(engine.generate(["the cat"] * 4, **ENDLESS))
-                        await until(lambda: engine.num_running == 5)
-                        raise RuntimeError("a neighbour fails")
+                    await side_by_side(engine)
             else:
                 work = read(engine) if how == "task" else engine.generate(["the cat"] * 3, n=2, **ENDLESS)
                 task = asyncio.create_task(work)
