@@ -14,10 +14,14 @@ from selfspec.cli.options import command, quiet_libraries
 from selfspec.config import DraftOptions, SamplingParams, TargetOptions
 from selfspec.model.default_target import source_of
 from selfspec.traffic.conversations import Conversation, Report
+from selfspec.traffic.preparation import Preparation, Prepared, PrepareOptions
 from selfspec.traffic.prepare import (
     CleanOptions,
     WritingOptions,
+    check_drawing,
+    check_sampling,
     check_some_left,
+    check_some_written,
     draw_prompts,
     prompt_writer,
     save_reports,
@@ -62,7 +66,11 @@ def shown(conversations: Iterable[Conversation], description: str, total: int) -
 
 @command(app)
 def inspect(*, sources: SourcesArgument) -> None:
-    """Show what data files hold: forms, counts, and the rows that cannot be used."""
+    """Show what data files hold: forms, counts, and the rows that cannot be used.
+
+    Example: selfspec data inspect logs/
+    """
+    check_sources(sources)
     report = Report()
     roles: Counter[str] = Counter()
     for conversation in read_conversations(sources, report):
@@ -75,6 +83,44 @@ def inspect(*, sources: SourcesArgument) -> None:
     if roles:
         typer.echo("turns: " + ", ".join(f"{count} {role}" for role, count in roles.most_common()))
     display.show_skipped(report)
+
+
+@command(
+    app,
+    target=TargetOptions,
+    draft=DraftOptions,
+    sampling=SamplingParams,
+    writing=WritingOptions,
+    cleaning=CleanOptions,
+    options=PrepareOptions,
+)
+def prepare(
+    *,
+    sources: SourcesArgument,
+    output_dir: Annotated[Path, typer.Option("--output-dir", help="directory to make, or to continue in")],
+    target: TargetOptions,
+    writing: WritingOptions,
+    draft: DraftOptions,
+    sampling: SamplingParams,
+    cleaning: CleanOptions,
+    options: PrepareOptions,
+) -> None:
+    """Make training data of raw logs: clean and split them, and have the target write every answer. Run again, it goes on.
+
+    Example: selfspec data prepare logs/ --output-dir data --max-new-tokens 512 --batch-size 32
+    """
+    preparation = Preparation(
+        sources=sources,
+        output_dir=output_dir,
+        target=target,
+        writing=writing,
+        sampling=sampling,
+        cleaning=cleaning,
+        options=options,
+    )
+    prepared = preparation.run(partial(load, writing, target, draft), partial(typer.echo, err=True))
+    typer.echo(prepared)
+    show_prepared(prepared)
 
 
 @command(app, cleaning=CleanOptions)
@@ -119,31 +165,37 @@ def regenerate(
     resume: ResumeOption = False,
 ) -> None:
     """Have the target write every answer anew, turn by turn."""
-    from selfspec.cli import display
-    from selfspec.traffic.regenerate import check_sampling
-    from selfspec.traffic.regenerate import regenerate as regenerate_conversations
-
     check_sampling(sampling)
+    check_sources(sources)
     reading, report = Report(), Report()
     conversations = list(read_conversations(sources, reading))
     check_some_left(conversations, reading)
     writer = OutputWriter(output, dict.fromkeys((c.id for c in conversations), 1), overwrite=overwrite, resume=resume)
     pending = [conversation for conversation in conversations if conversation.id not in writer.finished]
-    if pending:
-        model, drafter = load(writing, target, draft)
-        answered = regenerate_conversations(
-            model,
-            pending,
-            report,
-            sampling=sampling,
-            drafter=drafter,
-            batch_size=writing.batch_size,
-            last_turn_only=last_turn_only,
-        )
-        write_all(writer, shown(answered, "answering", len(pending)))
+    if not pending:
+        typer.echo(f"{output}: every conversation is answered already")
+        return
+
+    from selfspec.cli import display
+    from selfspec.traffic.expectation import expected
+    from selfspec.traffic.regenerate import regenerate as regenerate_conversations
+
+    model, drafter = load(writing, target, draft)
+    typer.echo(expected(model, drafter, pending, sampling, writing.batch_size, output.parent), err=True)
+    answered = regenerate_conversations(
+        model,
+        pending,
+        report,
+        sampling=sampling,
+        drafter=drafter,
+        batch_size=writing.batch_size,
+        last_turn_only=last_turn_only,
+    )
+    write_all(writer, shown(answered, "answering", len(pending)))
     typer.echo(f"{output}: {report.num_kept} conversations answered, {len(writer.finished)} were there before")
     display.show_skipped(reading)
     display.show_skipped(report)
+    check_some_written(report, "answer", "shorten the conversations, or look at the first reason above")
 
 
 @command(app, target=TargetOptions, draft=DraftOptions, sampling=SamplingParams, writing=WritingOptions)
@@ -159,16 +211,31 @@ def prompts(
     resume: ResumeOption = False,
 ) -> None:
     """Have the target write prompts too, where logs are too few; needs a --temperature above 0."""
-    from selfspec.cli import display
-    from selfspec.traffic.self_prompts import check_drawing
-
     check_drawing(sampling)
     writer, report = prompt_writer(output, number, overwrite=overwrite, resume=resume), Report()
+    if len(writer.finished) == number:
+        typer.echo(f"{output}: every prompt is written already")
+        return
+
+    from selfspec.cli import display
+
     model, drafter = load(writing, target, draft)
     drawn = draw_prompts(model, drafter, writer, number, report, sampling=sampling, batch_size=writing.batch_size)
     write_all(writer, shown(drawn, "drawing prompts", number - len(writer.finished)))
     typer.echo(f"{output}: {report.num_kept} prompts written, {len(writer.finished)} were there before")
     display.show_skipped(report)
+    if not writer.finished:
+        check_some_written(report, "prompt", "raise --max-new-tokens, or draw with another --seed")
+
+
+def show_prepared(prepared: Prepared) -> None:
+    """What was left out of prepared data, and what was redacted."""
+    from selfspec.cli import display
+
+    if prepared.redacted is not None:
+        typer.echo(prepared.redacted)
+    for report in prepared.reports.values():
+        display.show_skipped(report)
 
 
 def show_and_save(reports: Mapping[str, Report], directory: Path, redactor: "Redactor | None") -> None:

@@ -126,6 +126,26 @@ def check_some_left(conversations: Sequence[Conversation], *reports: Report) -> 
         )
 
 
+def check_sampling(sampling: SamplingParams) -> None:
+    """Refuse settings that end an answer where the target would not, or that give more than one answer."""
+    if sampling != sampling.with_(n=1, stop=(), stop_token_ids=(), ignore_eos=False, logprobs=False):
+        raise ValueError("training takes one whole answer a prompt: leave out n, stop, stop_token_ids, ignore_eos, logprobs")
+
+
+def check_drawing(sampling: SamplingParams) -> None:
+    """Refuse settings that would not draw different, whole prompts."""
+    check_sampling(sampling)
+    if sampling.is_greedy:
+        raise ValueError("greedy decoding would write the same prompt every time: pass a --temperature above 0")
+
+
+def check_some_written(report: Report, what: str, remedy: str) -> None:
+    """Raise a ValueError with what was skipped if nothing could be used of what the target wrote."""
+    if not report.num_kept:
+        skipped = ", ".join(f"{count} {reason}" for reason, count in report.skipped.most_common())
+        raise ValueError(f"no {what} can be used ({skipped}): {remedy}")
+
+
 def prompt_writer(output: Path, number: int, *, overwrite: bool = False, resume: bool = False) -> OutputWriter:
     """The writer of a file with `number` prompts that the target writes."""
     return OutputWriter(output, {f"self-{i}": 1 for i in range(number)}, overwrite=overwrite, resume=resume)

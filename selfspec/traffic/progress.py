@@ -54,11 +54,12 @@ def _reporting(description: str, total: int, count: Callable[[], int], say: Call
 
 def line(description: str, num_done: int, total: int, seconds: float) -> str:
     """Such as "answering: 30 of 120 after 1:00, about 3:00 left"."""
-    left = f", about {_clock(seconds / num_done * (total - num_done))} left" if 0 < num_done < total else ""
-    return f"{description}: {num_done} of {total} after {_clock(seconds)}{left}"
+    left = f", about {clock(seconds / num_done * (total - num_done))} left" if 0 < num_done < total else ""
+    return f"{description}: {num_done} of {total} after {clock(seconds)}{left}"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Such as 1:05 or 2:00:00."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

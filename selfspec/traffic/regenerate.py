@@ -18,6 +18,7 @@ from selfspec.loop.drafter import Drafter
 from selfspec.model.chat import TemplateFailure
 from selfspec.model.target import Target
 from selfspec.traffic.conversations import Conversation, Message, Report, without_ids
+from selfspec.traffic.prepare import check_sampling
 from selfspec.traffic.turns import check_chat_template
 
 
@@ -181,12 +182,6 @@ def _with_arguments(conversation: Conversation, target: Target) -> Conversation:
     """The conversation with all arguments that its chat template is given."""
     arguments = {**target.chat_template_kwargs, **(conversation.chat_template_kwargs or {})}
     return replace(conversation, chat_template_kwargs=arguments or None)
-
-
-def check_sampling(sampling: SamplingParams) -> None:
-    """Refuse settings that end an answer where the target would not, or that give more than one answer."""
-    if sampling != sampling.with_(n=1, stop=(), stop_token_ids=(), ignore_eos=False, logprobs=False):
-        raise ValueError("training takes one whole answer a prompt: leave out n, stop, stop_token_ids, ignore_eos, logprobs")
 
 
 def seed_for(seed: int | None, name: str) -> int | None:

@@ -14,7 +14,8 @@ from selfspec.loop.drafter import Drafter
 from selfspec.model.target import Target
 from selfspec.traffic.clean import words
 from selfspec.traffic.conversations import Conversation, Report
-from selfspec.traffic.regenerate import check_sampling, seed_for
+from selfspec.traffic.prepare import check_drawing
+from selfspec.traffic.regenerate import seed_for
 from selfspec.traffic.turns import PROBE, Write, closing_after, first_added_token, render
 
 MIN_WORDS = 3
@@ -50,13 +51,6 @@ def self_prompts(
         batch_size=batch_size,
     )
     return _usable(zip(numbers, completions, strict=True), report, {words(prompt) for prompt in known})
-
-
-def check_drawing(sampling: SamplingParams) -> None:
-    """Refuse settings that would not draw different, whole prompts."""
-    check_sampling(sampling)
-    if sampling.is_greedy:
-        raise ValueError("greedy decoding would write the same prompt every time: pass a --temperature above 0")
 
 
 def _usable(

@@ -134,21 +134,27 @@ def _whole_json(path: Path) -> list[object] | None:
 def _hub_dataset(source: str) -> tuple[str, str | None, str]:
     """The id, configuration and split in `ID[:CONFIG][:SPLIT]`."""
     name, *rest = source.split(":")
-    if not name or len(rest) > 2 or _suffix(Path(name)) or name.count("/") > 1 or name.startswith(("/", ".")):
-        raise ValueError(f"cannot read {source}: there is no such file, and it is not the id of a dataset")
+    looks_like_a_path = name.count("/") > 1 or name.startswith(("/", ".", "~")) or name.endswith("/")
+    if not name or len(rest) > 2 or _suffix(Path(name)) or looks_like_a_path:
+        raise ValueError(f"cannot read {source}: there is no such file or folder, and it is not the id of a dataset")
     return name, rest[0] if len(rest) == 2 else None, rest[-1] if rest else "train"
 
 
 def _table_rows(place: str, name: str, config: str | None = None, split: str = "train", **options: Any) -> Iterator[Row]:
+    # What was meant as a file is misspelt more often than it is meant for the Hub.
+    absent = "" if "data_files" in options else "there is no such file or folder, and "
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise ValueError(f"reading {place} needs datasets: pip install 'selfspec[train]'") from error
+        what = "reading a dataset of the Hub" if absent else "reading it"
+        raise ValueError(f"cannot read {place}: {absent}{what} needs datasets: pip install 'selfspec[train]'") from error
     try:
         for number, record in enumerate(load_dataset(name, config, split=split, streaming=True, **options), start=1):
             yield f"{place}:{number}", lambda raw: raw, record
     except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"cannot read {place}: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        hub = f"the Hugging Face Hub gave no such dataset ({reason})" if absent else reason
+        raise ValueError(f"cannot read {place}: {absent}{hub}") from error
 
 
 def _from_json(line: bytes) -> object:
