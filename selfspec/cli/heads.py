@@ -15,12 +15,15 @@ from selfspec.traffic.prompt_files import PromptRow, read_prompts
 
 if TYPE_CHECKING:
     from selfspec.api import Prompt
-    from selfspec.interop.verify import HeadReport
+    from selfspec.interop.verify import HeadReport, Reading
     from selfspec.model.target import Target
 
 app = typer.Typer()
 
-HeadArgument = Annotated[str, typer.Argument(metavar="HEAD", help="directory or Hub id of a selfspec head")]
+HeadArgument = Annotated[
+    str,
+    typer.Argument(metavar="HEAD", help="directory or Hub id of a selfspec head, or the name of a shipped one, such as eagle"),
+]
 OutputOption = Annotated[Path, typer.Option("--output", help="directory to make")]
 
 
@@ -54,7 +57,10 @@ def import_head(
 
     from selfspec.cli import display
     from selfspec.interop import Conventions, import_head
+    from selfspec.interop.named import shipped_as
 
+    if found := shipped_as(source):
+        raise ValueError(f"{source} is a selfspec head already, in {found[0]}: name it as the drafter (--drafter {source})")
     layers = tuple(map(int, feature_layers.split(","))) if feature_layers else None
     with display.stage(f"importing {source}"):
         head = import_head(
@@ -95,10 +101,18 @@ def export(
     check_format(format)
 
     from selfspec.cli import display
-    from selfspec.interop import export_head
+    from selfspec.interop import FORMATS, export_head
+    from selfspec.interop.named import check_name, named_head
 
+    if format not in FORMATS:
+        raise ValueError(f"format {format!r} is not known: use {', '.join(FORMATS)}")
+    check_name(head)
     with display.stage(f"exporting {head}"):
-        commands = export_head(head, load_quietly(target, use_packing=False), format, output)
+        model = load_quietly(target, use_packing=False)
+        found = named_head(head, model)
+        commands = export_head(found, model, format, output)
+    if found != head:
+        typer.echo(f"{head}: the shipped head in {found}")
     typer.echo(f"{output}: written for {format}")
     for line in commands:
         typer.echo(line)
@@ -122,19 +136,26 @@ def verify_head(
     Example: selfspec verify-head heads/mine --num-prompts 24
     """
     from selfspec.bench.prompts import DEMO_PROMPTS
-    from selfspec.cli import display
+    from selfspec.cli.stage_bar import stage_bar
     from selfspec.interop import load_as_stored
+    from selfspec.interop.named import check_name, named_head, shipped_as
     from selfspec.interop.verify import verify_head
 
+    check_name(head)
     rows = read_prompts(prompt_file or DEMO_PROMPTS)[:num_prompts]
     adapters: dict[str | None, str] = {None: "served"}
     if target.adapter is not None:
         adapters = {None: "served without the adapter", target.adapter: "served with it"}
     reports: dict[str | None, HeadReport] = {}
-    with display.stage(f"verifying {head}", is_slow=True) as show_stage:
-        stored = load_as_stored(head)
+    with stage_bar(f"loading {head}") as show_stage:
+        # What is no head is told before the target is loaded.
+        stored = None if shipped_as(head) else load_as_stored(head)
         for adapter in adapters:
             model = load_quietly(replace(target, adapter=adapter))
+            if stored is None:
+                found = named_head(head, model)
+                stored = load_as_stored(found)
+                typer.echo(f"{head}: the shipped head in {found}")
             prompts = [_prompt(row, model) for row in rows]
             reports[adapter] = verify_head(stored, model, prompts, max_new_tokens=max_new_tokens, report=show_stage)
     for adapter, name in adapters.items():
@@ -149,12 +170,34 @@ def verify_head(
     report = reports[target.adapter]
     serving = report.serving
     typer.echo(f"by chance, as the share of the answers' most frequent token: {serving.chance:.0%}")
-    for reading in report.readings:
-        rates = " ".join(f"{rate:4.0%}" for rate in reading.hits.float().mean(0).tolist())
-        typer.echo(f"  {rates}  {1 + reading.lengths.mean():5.2f}  {reading.name}")
+    if report.readings:
+        show_readings(report.readings)
     if report.problem:
         raise ValueError(report.problem)
     typer.echo("the head fits its target")
+
+
+def show_readings(readings: "list[Reading]") -> None:
+    """How well the head drafts as it is, and read with each convention the other way."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from selfspec.cli.display import stdout
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for depth in range(1, 1 + readings[0].hits.shape[1]):
+        table.add_column(f"right at\ndepth {depth}", justify="right", no_wrap=True)
+    table.add_column("tokens\n/pass", justify="right", no_wrap=True)
+    table.add_column("the head, read")
+    for reading in readings:
+        rates = [f"{rate:.0%}" for rate in reading.hits.float().mean(0).tolist()]
+        table.add_row(*rates, f"{1 + reading.lengths.mean():.2f}", Text(reading.name))
+    stdout.print(table)
+    stdout.print(
+        "The table compares readings: every token of the answers is a root once. Served is lower, because a pass goes on after "
+        "the tokens that it accepted, and so begins at the hard ones more often. Served is what you get."
+    )
 
 
 def _prompt(row: PromptRow, target: "Target") -> "Prompt":

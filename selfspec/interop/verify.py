@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -32,6 +33,9 @@ DEPTH = 4
 # With fewer drafts, the rate of a position means nothing.
 MIN_DRAFTS = 20
 AS_IT_IS = "as it is"
+
+# (stage, how much of it is done, how much there is) -> nothing.
+Reporter = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -98,12 +102,12 @@ def verify_head(
     prompts: Sequence[Prompt],
     *,
     max_new_tokens: int = 64,
-    report: Callable[[str], None] = lambda _: None,
+    report: Reporter = lambda stage, done, total: None,
 ) -> HeadReport:
     """Check a head against its target, then let it draft the target's greedy answers to some prompts.
 
     Args:
-        report: called with a few words whenever a part of the work begins.
+        report: called with the stage of the work, how much of it is done, and how much there is.
 
     Raises:
         ValueError: the head was trained for another target, or a weight is damaged.
@@ -112,8 +116,8 @@ def verify_head(
     check_tensors(f"the {head.config.head_type} head", head.state_dict())
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     prompt_ids = [encode(target, prompt, i) for i, prompt in enumerate(prompts)]
-    report(f"drafting the answers to {len(prompts)} prompts")
-    serving, answers = serving_of(head, target, prompt_ids, sampling)
+    drafting = f"drafting the answers to {len(prompts)} prompts"
+    serving, answers = serving_of(head, target, prompt_ids, sampling, partial(report, drafting))
     heads = {AS_IT_IS: copy.deepcopy(head).to(target.device, target.dtype)}
     heads |= misreadings(heads[AS_IT_IS])
     readings = []
@@ -121,15 +125,25 @@ def verify_head(
         features = sorted({k for each in heads.values() for k in each.features})
         texts = [Text.of(*text, features, target) for text in zip(prompt_ids, answers, strict=True)]
         for i, (name, each) in enumerate(heads.items(), start=1):
-            report(f"reading the head in {len(heads)} ways: {i}, {name}")
+            report(f"reading the head in {len(heads)} ways: {i}, {name}", i - 1, len(heads))
             readings.append(Reading(name, hits(each, target, texts)))
     return HeadReport(serving, readings, _problem(serving, readings))
 
 
 def serving_of(
-    head: DraftHead, target: Target, prompts: Sequence[list[int]], sampling: SamplingParams
+    head: DraftHead,
+    target: Target,
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams,
+    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Serving, list[list[int]]]:
-    """Decode with chains of drafts. Also returns the answers."""
+    """Decode with chains of drafts. Also returns the answers.
+
+    Args:
+        report: called with the number of tokens that are there, and the most that there will be.
+    """
+    most = len(prompts) * sampling.max_new_tokens
+    report(0, most)
     # A copy, because drafters change the layout of a head's weights.
     drafter = drafter_of(copy.deepcopy(head), target, width=1, num_nodes=DEPTH + 1, num_draft_tokens=DEPTH)
     requests = [Request(prompt, sampling, index) for index, prompt in enumerate(prompts)]
@@ -145,6 +159,7 @@ def serving_of(
             for d in range(min(depth, num_accepted + 1)):
                 drafted[d] += 1
                 accepted[d] += d < num_accepted
+        report(sum(map(len, answers)), most)
     counts = Counter(token for answer in answers for token in answer)
     chance = counts.most_common(1)[0][1] / counts.total()
     return Serving(drafted, accepted, counts.total() / num_passes, chance), answers
