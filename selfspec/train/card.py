@@ -30,6 +30,7 @@ class CardFacts:
         command: the command that trained the head.
         versions: versions of the packages that matter, by name.
         adapter: Hub id of the LoRA adapter in the target, or the name of its folder.
+        curves: file beside the card with the training's curves.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class CardFacts:
     command: str
     versions: dict[str, str]
     adapter: str | None = None
+    curves: str | None = None
 
 
 def write_card(directory: Path, facts: CardFacts) -> None:
@@ -95,6 +97,8 @@ def _body(facts: CardFacts) -> str:
         "## Training data\n\n" + _list(facts.data),
         "## Training\n\n" + _list(facts.training) + f"\n\n    {facts.command}",
     ]
+    if facts.curves is not None:
+        sections.append(f"![Curves of the training: loss, acceptance length, acceptance by depth]({facts.curves})")
     if facts.acceptance is not None:
         sections.append("## Acceptance\n\n" + _acceptance(facts.acceptance, facts))
     sections.append("Versions: " + ", ".join(f"{name} {version}" for name, version in facts.versions.items()) + ".")

@@ -75,6 +75,7 @@ class RunIdentity:
             "row_length": data.row_length,
             "target_dtype": data.target_dtype,
             "init_seed": data.init_seed,
+            "init_head": data.init_head,
             "rows of a step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
             **{name: getattr(args, name) for name in TRAINING},
             **asdict(losses),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import SaveStrategy
 
 from selfspec.heads.base import DraftHead
@@ -55,6 +56,11 @@ class Progress(TrainerCallback):
         self.first_step = 0
         self.first_seconds = 0.0
         self.last_line = 0.0
+        self.loss = ""
+
+    def on_log(self, args: TrainingArguments, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs:
+            self.loss = f", loss {logs['loss']:.2f}"
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self.first_step = state.global_step + 1
@@ -77,12 +83,25 @@ class Progress(TrainerCallback):
         seconds = (self.trainer.clock() - self.first_seconds) / (step - self.first_step)
         left = timedelta(seconds=round(seconds * (state.max_steps - step)))
         logger.info(
-            "step %d of %d, %.2f s a step, %s to go, evaluations not counted",
-            step,
-            state.max_steps,
-            seconds,
-            left,
+            "step %d of %d%s, %.2f s a step, %s to go, evaluations not counted",
+            *(step, state.max_steps, self.loss, seconds, left),
         )
+
+
+class LossBar(ProgressCallback):
+    """transformers' bar with the last loss and acceptance length at its end, instead of a line for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.figures: dict[str, str] = {}
+
+    def on_log(self, args: TrainingArguments, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self.training_bar is None or not logs:
+            return
+        for name, shown in (("loss", "loss"), ("eval_acceptance_length", "tokens/pass")):
+            if name in logs:
+                self.figures[shown] = f"{logs[name]:.2f}"
+        self.training_bar.set_postfix(self.figures)
 
 
 def _existing(path: Path) -> Path:

@@ -21,13 +21,14 @@ from selfspec.train.card import CardFacts, public_command, without_token, write_
 from selfspec.train.evaluation import AcceptanceReport
 from selfspec.train.loop import EVAL_PREFIX, HeadTrainer
 from selfspec.train.rows import PackedRows
+from selfspec.train.runs import RECORD_NAME, Run, picture
 
 if TYPE_CHECKING:
     from selfspec.train.trainer import Setup
 
 logger = logging.getLogger(__name__)
 
-RECORD_NAME = "run.json"
+CURVES_NAME = "curves.svg"
 
 
 def write_record(
@@ -54,10 +55,13 @@ def write_record(
         "num_tokens": setup.rows.num_tokens,
         "left_out": setup.left_out.counts | _not_drafted(head, setup.rows),
         "metrics": metrics,
+        "losses": _losses(trainer.state.log_history),
+        "evaluation_seconds": trainer.seconds_paused,
         "history": _history(trainer.state.log_history),
         "final": {} if final is None else final.record(),
     }
     (directory.parent / RECORD_NAME).write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
+    (directory / CURVES_NAME).write_text(picture([Run(head.config.head_type, record)]), encoding="utf-8")
     write_card(directory, _card_facts(head, setup, trainer, final))
     flags = [f"--{name} {value}" for name in ("target", "adapter") if (value := getattr(setup.data, name))]
     kind = kind_of_head(head.config.head_type).name
@@ -75,6 +79,12 @@ def _not_drafted(head: DraftHead, rows: PackedRows) -> dict[str, dict[str, int]]
 
 def _versions() -> dict[str, str]:
     return {"selfspec": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def _losses(log_history: list[dict[str, float]]) -> list[dict[str, float]]:
+    """The training's own figures so far, including those before a restart."""
+    names = ("step", "loss", "learning_rate", "tokens_per_second", "peak_memory_gib")
+    return [{name: entry[name] for name in names if name in entry} for entry in log_history if "loss" in entry]
 
 
 def _history(log_history: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -115,6 +125,7 @@ def _card_facts(head: DraftHead, setup: Setup, trainer: HeadTrainer, final: Acce
         acceptance=final,
         eval_file=None if eval_file is None else Path(eval_file).name,
         num_eval_tokens=data.num_eval_tokens,
+        curves=CURVES_NAME,
         command=public_command(sys.argv),
         versions=_versions(),
     )

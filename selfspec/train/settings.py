@@ -73,6 +73,10 @@ class DataArgs:
             "conversations have"
         },
     )
+    init_head: str | None = field(
+        default=None,
+        metadata={"help": "folder or Hub id of a trained head of the same kind and shape, whose weights training starts from"},
+    )
     init_seed: int = field(default=0, metadata={"help": "seed of the head's weights (seed: of the data's order)"})
     compile_head: bool = field(default=False, metadata={"help": "compile an EAGLE-3 head: faster steps after a slow start"})
     num_eval_prompts: int = field(default=32, metadata={"help": "held-out prompts decoded at every evaluation"})

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from transformers import HfArgumentParser, TrainingArguments, set_seed
+from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from selfspec.config import TargetOptions
@@ -32,11 +33,12 @@ from selfspec.train.identity import HEAD_FOLDER, RunIdentity
 from selfspec.train.loop import EvaluationCallback, HeadTrainer
 from selfspec.train.losses import LossSettings
 from selfspec.train.module import HeadTraining
-from selfspec.train.progress import Progress, show_disk
+from selfspec.train.progress import LossBar, Progress, show_disk
 from selfspec.train.record import write_record
 from selfspec.train.rows import PackedRows
 from selfspec.train.settings import DataArgs, RecipeArguments, check_files, check_training, parse
 from selfspec.train.sharding import load_sharded
+from selfspec.train.start import start_from
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +113,8 @@ def run(
         FloatingPointError: a loss is not finite.
     """
     data, target = setup.data, setup.target
+    if data.init_head is not None:
+        start_from(head, data.init_head)
     head.config = replace(head.config, chat_template_kwargs=target.chat_template_kwargs or None)
     head.to(target.device)
     training = HeadTraining(head, target, settings, is_compiled=data.compile_head)
@@ -184,6 +188,9 @@ def _make_trainer(setup: Setup, training: HeadTraining, evaluator: Evaluator) ->
             dataset = dump_features(rows, setup.target, training.feature_names, data.features_dir)
     trainer = HeadTrainer(model=training, args=setup.args, train_dataset=dataset, row_length=rows.input_ids.shape[1])
     trainer.add_callback(Progress(trainer, len(rows)))
+    if not setup.args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(LossBar())
     if prompts := setup.eval_prompts.held_out:
         trainer.add_callback(EvaluationCallback(trainer, evaluator, prompts, on_all=data.shard_target))
     return trainer
