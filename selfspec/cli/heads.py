@@ -22,7 +22,7 @@ app = typer.Typer()
 
 HeadArgument = Annotated[
     str,
-    typer.Argument(metavar="HEAD", help="directory or Hub id of a selfspec head, or the name of a shipped one, such as eagle"),
+    typer.Argument(metavar="HEAD", help="directory or Hub id of a selfspec head, or a shipped one's name, such as eagle"),
 ]
 OutputOption = Annotated[Path, typer.Option("--output", help="directory to make")]
 
@@ -195,8 +195,8 @@ def show_readings(readings: "list[Reading]") -> None:
         table.add_row(*rates, f"{1 + reading.lengths.mean():.2f}", Text(reading.name))
     stdout.print(table)
     stdout.print(
-        "The table compares readings: every token of the answers is a root once. Served is lower, because a pass goes on after "
-        "the tokens that it accepted, and so begins at the hard ones more often. Served is what you get."
+        "Served is what you get. The table compares ways to read the head: it drafts from every token of the answers. That "
+        "gives more than served, where passes skip the tokens they accepted, which are the easy ones."
     )
 
 

@@ -10,7 +10,7 @@ import typer
 
 from selfspec import __version__
 from selfspec.cli import app as page
-from selfspec.cli import bench, bench_runtime, bench_serve, doctor, fetch, generate, plan, serve
+from selfspec.cli import bench, bench_runtime, bench_serve, doctor, fetch, generate, plan, serve, train
 from selfspec.cli.data import app as data_app
 from selfspec.cli.heads import app as heads_app
 from selfspec.cli.help import Group
@@ -73,7 +73,8 @@ def main(
     os.environ.setdefault("LRU_CACHE_CAPACITY", "256")
 
 
-for commands in (generate, serve, page, bench, bench_runtime, bench_serve, plan, fetch, doctor):
+# In the order that `selfspec --help` shows.
+for commands in (generate, serve, page, train, bench, bench_runtime, bench_serve, plan, fetch, doctor):
     commands.register(app)
 app.add_typer(data_app, name="data")
 app.add_typer(heads_app)

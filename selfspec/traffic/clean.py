@@ -16,6 +16,7 @@ from selfspec.traffic.conversations import Conversation, Report
 RUN_LENGTH = 10
 SHINGLE_LENGTH = 5
 NUM_PERMUTATIONS = 128
+MOST_THRESHOLD = 0.95
 
 Words = tuple[str, ...]
 
@@ -53,7 +54,8 @@ class NearDuplicates:
         except ImportError as error:
             raise ValueError("finding near-duplicates needs datasketch: pip install 'selfspec[train]'") from error
         self._new_hash = MinHash
-        self._index = MinHashLSH(threshold=similarity, num_perm=NUM_PERMUTATIONS)
+        # It proposes, and `find` decides. It cannot be built for thresholds near 1.
+        self._index = MinHashLSH(threshold=min(similarity, MOST_THRESHOLD), num_perm=NUM_PERMUTATIONS)
         self._remembered: list[tuple[str, Any]] = []
         self._similarity = similarity
 

@@ -88,10 +88,10 @@ def expected(
     free = shutil.disk_usage(directory).free
     if num_bytes > free:
         raise ValueError(
-            f"the answers may take {num_bytes / 2**20:.0f} MiB, and {directory} has room for {free / 2**20:.0f}: make room, or "
-            "choose another folder"
+            f"the answers may take {num_bytes / 2**20:.0f} MiB, and {directory} has room for {free / 2**20:.0f}: make room, "
+            "or choose another folder"
         )
     return (
-        f"{num_answers} answers of at most {sampling.max_new_tokens} tokens: {clock(seconds)} and {num_bytes / 2**20:.1f} MiB at "
-        "most; the same command goes on after an interruption"
+        f"{num_answers} answers of at most {sampling.max_new_tokens} tokens: {clock(seconds)} and "
+        f"{num_bytes / 2**20:.1f} MiB at most; the same command goes on after an interruption"
     )

@@ -59,7 +59,9 @@ class PrepareOptions:
         if self.self_prompts < 0:
             raise ValueError(f"self_prompts={self.self_prompts} is not allowed: use 0 (none) or more")
         if self.self_prompts and self.keep_answers:
-            raise ValueError("prompts that the target writes have no answers to keep: leave out self_prompts or keep_answers")
+            raise ValueError(
+                "prompts that the target writes have no answers to keep: leave out self_prompts or keep_answers"
+            )
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ class Prepared:
     redactor: Redactor | None
 
     def __str__(self) -> str:
-        return f"{self.directory}: {self.num_samples} samples, {self.num_tokens} tokens, {self.num_trained} of them to train on"
+        return (
+            f"{self.directory}: {self.num_samples} samples, {self.num_tokens} tokens, {self.num_trained} of them to train on"
+        )
 
     @property
     def redacted(self) -> str | None:
@@ -171,9 +175,7 @@ class Preparation:
             "sampling": asdict(self.sampling),
         }
 
-    def _draw(
-        self, file: Path, target: Target, drafter: Drafter | None, report: Report, say: Callable[[str], None]
-    ) -> None:
+    def _draw(self, file: Path, target: Target, drafter: Drafter | None, report: Report, say: Callable[[str], None]) -> None:
         """Have the target write prompts of its own, at its own temperature."""
         number = self.options.self_prompts
         writer = prompt_writer(file, number, resume=True)

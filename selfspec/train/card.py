@@ -68,6 +68,44 @@ def write_card(directory: Path, facts: CardFacts) -> None:
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_body(facts)}").save(directory / CARD_NAME)
 
 
+@dataclass(frozen=True)
+class Compared:
+    """One way of decoding held-out prompts, and what it gave.
+
+    Attributes:
+        vs_plain, vs_transformers: speed, relative to plain decoding and to transformers' own `generate`.
+        is_identical: its tokens are those of plain decoding.
+    """
+
+    name: str
+    tokens_per_second: float
+    vs_plain: float
+    vs_transformers: float
+    acceptance_length: float
+    is_identical: bool
+    num_prompts: int
+    num_tokens: int
+
+    def figures(self) -> list[str]:
+        """What a table says of it, after its name."""
+        speeds = [f"{self.tokens_per_second:.1f}", f"{self.vs_plain:.2f}x", f"{self.vs_transformers:.2f}x"]
+        return [f"{self.acceptance_length:.2f}", *speeds, "yes" if self.is_identical else "no"]
+
+
+def add_comparison(directory: Path, rows: Sequence[Compared]) -> None:
+    """Write a comparison on held-out prompts into a head's card."""
+    lines = "\n".join(f"| {' | '.join([row.name, *row.figures()])} |" for row in rows)
+    section = (
+        f"## Speed\n\n{rows[0].num_prompts} held-out prompts, greedy, one at a time, {rows[0].num_tokens} tokens, on the "
+        "machine that trained the head; prefill included. `none` is selfspec without drafts.\n\n"
+        "| | tokens per pass | tokens/s | vs plain | vs transformers | same tokens |\n"
+        f"| --- | --- | --- | --- | --- | --- |\n{lines}\n"
+    )
+    file = directory / CARD_NAME
+    before, mark, versions = file.read_text(encoding="utf-8").rpartition("Versions: ")
+    file.write_text(f"{before}{section}\n{mark}{versions}", encoding="utf-8")
+
+
 def without_token(arguments: Sequence[str]) -> list[str]:
     """A command line without access tokens."""
     hidden = ["…" if re.fullmatch("--hub.token", before) else now for before, now in pairwise(["", *arguments])]

@@ -18,11 +18,11 @@ from selfspec.train.runs import RECORD_NAME
 
 # Steps of the measurement. The first allocates and compiles, so it does not count.
 NUM_MEASURED = 3
-# How often the data is read at most: more teaches the head these texts and no others. A head that starts from trained weights
-# has less to learn.
+# How often the data is read at most: more teaches the head these texts and no others. A head that starts from trained
+# weights has less to learn.
 MOST_EPOCHS, MOST_EPOCHS_ON = 20, 5
-# A head that starts from trained weights is taught in smaller steps, which keep what it knows.
-GENTLER = 0.2
+# For a head that starts from trained weights: smaller than the recipes', to keep what it knows.
+LEARNING_RATE_ON = 2e-4
 NUM_EVALUATIONS = 3
 # Evaluations take at most this share of the time.
 EVALUATION_SHARE = 0.3
@@ -119,20 +119,22 @@ class Situation:
             "per_device_train_batch_size": max(1, min(16 if self.has_gpu else 2, num_rows // 4)),
             "num_eval_prompts": 32 if self.has_gpu else 6,
             "num_eval_tokens": 96 if self.has_gpu else 32,
-            **self._shape(head),
+            **self._start(head),
         }
 
-    def _shape(self, head: str) -> dict[str, Any]:
+    def _start(self, head: str) -> dict[str, Any]:
+        """The head's shape and, where it starts from another, how fast it learns."""
         if self.start is not None:
-            return KINDS[head].shape_of(self.start)
+            return {"learning_rate": LEARNING_RATE_ON, **KINDS[head].shape_of(self.start)}
         last = self.num_layers - 1
-        return {
+        shapes: dict[str, dict[str, Any]] = {
             # Each unrolled step and each token of the draft vocabulary costs time, which a CPU has not.
             "eagle": {} if self.has_gpu else {"num_steps": 4, "draft_vocab_size": 4096},
             "medusa": {},
             "early_exit": {"exit_layer": max(1, self.num_layers // 2), "blocks": [last]},
             "draft": {"blocks": list(range(min(3, self.num_layers)))},
-        }[head]
+        }
+        return shapes[head]
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def draw(charts: Sequence[Chart], *, columns: int = 3) -> str:
     legend, legend_height = _legend(colours, num_columns * WIDTH) if len(names) > 1 else ([], 0)
     width, height = num_columns * WIDTH, num_rows * HEIGHT + legend_height
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
         f"<title>{escape('; '.join(chart.title for chart in shown))}</title>",
         f"<style>{STYLE}</style>",
         *legend,
@@ -117,7 +117,9 @@ def _legend(colours: dict[str, str], width: int) -> tuple[list[str], int]:
         needed = 30 + LETTER * len(name)
         if across + needed > width and across > LEFT:
             across, down = LEFT, down + LINE_HEIGHT
-        parts.append(f'<line class="line" stroke="{colour}" x1="{across}" x2="{across + 16}" y1="{down - 4}" y2="{down - 4}"/>')
+        parts.append(
+            f'<line class="line" stroke="{colour}" x1="{across}" x2="{across + 16}" y1="{down - 4}" y2="{down - 4}"/>'
+        )
         parts.append(f'<text x="{across + 22}" y="{down}">{escape(name)}</text>')
         across += needed
     return parts, down + LINE_HEIGHT // 2

@@ -78,10 +78,12 @@ def picture(runs: Sequence[Run]) -> str:
         [
             Chart("Loss", "step", [Line(run.name, run.losses) for run in runs if run.losses]),
             Chart(
-                "Tokens per target pass, held-out prompts", "step", [Line(run.name, run.lengths) for run in runs if run.lengths]
+                "Tokens per pass, held-out prompts",
+                "step",
+                [Line(run.name, run.lengths) for run in runs if run.lengths],
             ),
             Chart(
-                "Share of drafts accepted, by depth",
+                "Drafts accepted, share",
                 "depth",
                 [Line(run.name, run.rates) for run in runs if run.rates],
                 from_zero=True,

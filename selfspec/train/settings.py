@@ -75,7 +75,7 @@ class DataArgs:
     )
     init_head: str | None = field(
         default=None,
-        metadata={"help": "folder or Hub id of a trained head of the same kind and shape, whose weights training starts from"},
+        metadata={"help": "trained head of the same kind and shape whose weights to start from: folder or Hub id"},
     )
     init_seed: int = field(default=0, metadata={"help": "seed of the head's weights (seed: of the data's order)"})
     compile_head: bool = field(default=False, metadata={"help": "compile an EAGLE-3 head: faster steps after a slow start"})

@@ -22,13 +22,13 @@ def start_from(head: DraftHead, source: str | Path) -> None:
     record = read_config(find_head(source), source)
     ours = head.config.head_type
     if record["head_type"] != ours:
-        raise ValueError(f"init_head={source} is a {record['head_type']} head, and this run trains a {ours} head: name another")
+        raise ValueError(
+            f"init_head={source} is a {record['head_type']} head, and this run trains a {ours} head: name another"
+        )
     start = HEADS[ours].from_pretrained(source, dtype=torch.float32)
     start.config.target.check(head.config.target)
     before, now = start.config.to_dict(), head.config.to_dict()
     for name, value in now.items():
         if name not in IGNORED and before[name] != value:
-            raise ValueError(
-                f"init_head={source} has {name} {before[name]}, and this run {value}: give the run its shape, or leave it out"
-            )
+            raise ValueError(f"init_head={source} has {name} {before[name]}, and this run {value}: give the run its shape")
     head.load_state_dict(start.state_dict())

@@ -86,3 +86,9 @@ def test_refusals(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasketch", None)
     with pytest.raises(ValueError, match=r"pip install 'selfspec\[train\]'"):
         NearDuplicates()
+
+
+def test_every_similarity_that_is_allowed_can_be_asked_for() -> None:
+    asked = [Conversation(str(i), [{"role": "user", "content": text}]) for i, text in enumerate(["a b c", "a b c", "d e f"])]
+    for similarity in (0.01, 0.5, 0.97, 0.999, 1.0):
+        assert [each.id for each in clean(asked, Report(), similarity=similarity)] == ["0", "2"]
