@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from support_cli import KILLER, ROOT
 from typer.testing import CliRunner
 
 from selfspec import SamplingParams, Target, generate, load_drafter
@@ -22,27 +23,7 @@ from selfspec.cli.main import app
 pytest.importorskip("accelerate", reason="training needs accelerate: pip install 'selfspec[train]'")
 pytest.importorskip("datasketch", reason="cleaning needs datasketch: pip install 'selfspec[train]'")
 
-ROOT = Path(__file__).parents[2]
 WORDS = ["cat", "dog", "hat", "mat", "rat", "bat", "one", "two", "three", "four", "five", "six"]
-# Dies by SIGKILL at the second call of a function, as a machine does that loses its power.
-KILLER = """
-import importlib, os, signal, sys
-module, name, *arguments = sys.argv[1:]
-module = importlib.import_module(module)
-owner, _, method = name.rpartition(".")
-owner = getattr(module, owner) if owner else module
-original, calls = getattr(owner, method), []
-def dying(*args, **kwargs):
-    result = original(*args, **kwargs)
-    calls.append(1)
-    if len(calls) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return result
-setattr(owner, method, dying)
-sys.argv = ["selfspec", *arguments]
-from selfspec.cli.main import app
-app()
-"""
 
 
 @pytest.fixture
@@ -90,6 +71,8 @@ def test_a_log_becomes_a_head_that_is_served(
     card = (tmp_path / "run" / "head" / "README.md").read_text()
     assert "## Speed" in card and "| the new head |" in card and "(curves.svg)" in card
     assert "<polyline" in (tmp_path / "run" / "head" / "curves.svg").read_text()
+    if head != "eagle":
+        return
     # The same command again shows the same, and trains nothing.
     before = (tmp_path / "run" / "head" / "model.safetensors").stat().st_mtime_ns
     again = run(arguments("--head", head))
@@ -129,6 +112,7 @@ def test_a_killed_run_goes_on_with_the_same_command(
 def test_a_head_starts_from_one_that_is_trained(arguments: Callable[..., list[str]], tmp_path: Path) -> None:
     first = run(arguments("--head", "medusa"))
     assert first.exit_code == 0, first.output
+    before = json.loads((tmp_path / "run" / "run.json").read_text())
     start = tmp_path / "first"
     (tmp_path / "run" / "head").rename(start)
     result = run(arguments("--head", "medusa", "--start-from", start, "--overwrite"))
@@ -136,8 +120,8 @@ def test_a_head_starts_from_one_that_is_trained(arguments: Callable[..., list[st
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["settings"]["data"]["init_head"] == str(start)
     assert [row["name"] for row in record["compared"]][2:4] == ["the head before", "the new head"]
-    losses = [json.loads((tmp_path / "run" / "run.json").read_text())["losses"][0]["loss"]]
-    assert losses[0] < 5.5, "as a trained head begins"
+    assert record["losses"][0]["loss"] < 0.9 * before["losses"][0]["loss"]
+    assert record["losses"][0]["loss"] < 1.3 * before["losses"][-1]["loss"], "it goes on where the other ended"
 
 
 @pytest.mark.parametrize(
