@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from selfspec.cli.main import app
 
 COMMANDS = ["generate", "chat", "serve", "app", "compare", "demo", "bench", "bench-engine", "bench-serve", "fetch", "doctor"]
+COMMANDS += ["train", "compare-runs", "import", "export", "verify-head"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
