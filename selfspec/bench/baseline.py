@@ -1,4 +1,4 @@
-"""transformers' own `generate`, greedy, on a copy of the target that nothing of this project touches: the honest baseline."""
+"""transformers' own `generate`, greedy, on a copy of the target that is left as it is: the baseline that people know."""
 
 from __future__ import annotations
 

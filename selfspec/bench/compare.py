@@ -17,8 +17,9 @@ from selfspec.drafters import Drafter
 from selfspec.model.target import Target
 
 WARM_UP = SamplingParams(max_new_tokens=8)
-# The name of plain decoding among the modes of a benchmark.
+# The names of the two baselines among the modes of a benchmark: plain decoding, and transformers' generate.
 PLAIN = "none"
+BASELINE = "transformers"
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,14 @@ def drafter_run(
     return answers(prompts, sampling)
 
 
+def transformers_can(sampling: SamplingParams) -> bool:
+    """Whether `transformers_run` can follow these settings."""
+    return sampling == SamplingParams(max_new_tokens=sampling.max_new_tokens, seed=sampling.seed)
+
+
 def check_transformers_can(sampling: SamplingParams) -> None:
     """Raise a ValueError unless `transformers_run` can follow these settings."""
-    followed = SamplingParams(max_new_tokens=sampling.max_new_tokens, seed=sampling.seed)
-    if sampling != followed:
+    if not transformers_can(sampling):
         raise ValueError(
             "the transformers baseline is greedy only: leave out all sampling and stop options, or leave out the baseline"
         )

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedModel
 
 from selfspec.bench.baseline import stream_transformers
-from selfspec.bench.compare import TimedAnswer
+from selfspec.bench.compare import BASELINE, PLAIN, TimedAnswer
 from selfspec.config import SamplingParams
 from selfspec.loop.decode import decode
 from selfspec.loop.drafter import Drafter
+from selfspec.loop.planner import Planner
 from selfspec.loop.sequence import Request
 from selfspec.model.target import Target
 
@@ -47,11 +48,35 @@ class Lane:
         return TimedAnswer(text, self.token_ids, len(self.turns), self.seconds)
 
 
+def race(
+    target: Target,
+    drafters: Mapping[str, Drafter | None],
+    baseline: PreTrainedModel,
+    prompt_ids: Sequence[int],
+    sampling: SamplingParams,
+) -> Iterator[Lane]:
+    """Race the drafters, transformers' `generate` and plain decoding on one prompt; they are named in this order.
+
+    Args:
+        baseline: what transformers runs, see `load_baseline`.
+        sampling: greedy, because transformers is.
+    """
+    room = min(sampling.max_new_tokens, target.context_length - len(prompt_ids))
+    contestants = {name: drafter_turns(target, prompt_ids, drafter, sampling) for name, drafter in drafters.items()}
+    contestants[BASELINE] = transformers_turns(baseline, prompt_ids, room)
+    contestants[PLAIN] = drafter_turns(target, prompt_ids, None, sampling)
+    return race_level(contestants)
+
+
 def drafter_turns(
     target: Target, prompt_ids: Sequence[int], drafter: Drafter | None, sampling: SamplingParams
 ) -> Iterator[Turn]:
-    """One drafter's steps through an answer, each made when it is asked for; plain decoding's without a drafter."""
-    for step in decode(target, [Request(list(prompt_ids), sampling)], drafter=drafter):
+    """One drafter's steps through an answer, each made when it is asked for; plain decoding's without a drafter.
+
+    It always drafts all it can. So it takes the same passes every time, whatever else the machine does.
+    """
+    planner = Planner(is_active=False)
+    for step in decode(target, [Request(list(prompt_ids), sampling)], drafter=drafter, planner=planner):
         [emission] = step.emissions
         yield Turn(emission.tokens, emission.num_accepted)
 

@@ -14,11 +14,28 @@ from selfspec.traffic.prompt_files import PromptRow, read_prompts
 DATA = Path(__file__).parents[1] / "data"
 BENCHMARKS = ("spec_bench", "humaneval")
 DEMO_PROMPTS = DATA / "demo_prompts.jsonl"
+SHORT_DEMO_PROMPTS = DATA / "short_demo_prompts.jsonl"
 
 
 def read_benchmark(name: str | Path) -> list[PromptRow]:
     """The prompts of a packaged benchmark (`spec_bench`, `humaneval`) or of a file."""
     return read_prompts(DATA / f"{name}.jsonl" if name in BENCHMARKS else Path(name))
+
+
+def choose_tasks(rows: Sequence[PromptRow], names: str | None) -> list[PromptRow]:
+    """The rows of the named categories, which have commas between them; all rows for None.
+
+    Raises:
+        ValueError: no row has a category of this name.
+    """
+    if names is None:
+        return list(rows)
+    wanted = [name.strip() for name in names.split(",")]
+    known = dict.fromkeys(row.category or "all" for row in rows)
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"--tasks {name!r} is not among the prompts' categories: use {', '.join(known)}")
+    return [row for row in rows if (row.category or "all") in wanted]
 
 
 def choose_prompts(rows: Sequence[PromptRow], num_per_task: int | None) -> dict[str, list[PromptRow]]:

@@ -1,9 +1,9 @@
-"""The runtime benchmark's results: tables, one JSON record, and plots if matplotlib is installed."""
+"""The runtime benchmark's results: tables, and one JSON record."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -55,6 +55,31 @@ class RuntimeReport:
         partial = path.with_name(path.name + ".partial")
         partial.write_text(json.dumps(record, indent=1) + "\n")
         partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> RuntimeReport | None:
+        """The report in a file that `save` wrote; None if something else did."""
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        if not isinstance(record, dict) or not {"environment", "floor", "steps"} <= record.keys():
+            return None
+
+        def made(kind: type, row: dict[str, Any]) -> Any:
+            # What is derived from the fields is in the file, too.
+            return kind(**{own.name: row[own.name] for own in fields(kind)})
+
+        lists = {
+            "steps": StepTime,
+            "prefills": PrefillTime,
+            "stages": StageTimes,
+            "answers": AnswerTime,
+            "promises": Promise,
+        }
+        given: dict[str, Any] = {name: [made(kind, row) for row in record.get(name, [])] for name, kind in lists.items()}
+        given |= {name: record[name] for name in ("peak_bytes", "kernels", "notes") if name in record}
+        return cls(record["environment"], made(Floor, record["floor"]) if record["floor"] else None, **given)
 
     @property
     def modes(self) -> list[ModeRate]:
@@ -194,76 +219,3 @@ def _table(title: str) -> Table:
 
 def _ms(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1000:.3f}"
-
-
-def has_matplotlib() -> bool:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def plot(report: RuntimeReport, directory: Path) -> list[Path]:
-    """Draw what was measured as PNG files; returns their paths. matplotlib must be installed."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    directory.mkdir(parents=True, exist_ok=True)
-    files = []
-    for is_measured, file_name, title, draw in (
-        (report.steps and report.floor, "steps.png", "time of a verify pass", _draw_steps),
-        (report.stages, "stages.png", "where a step's time goes", _draw_stages),
-        (report.answers, "end_to_end.png", "end to end, batch 1", _draw_end_to_end),
-        (report.promises, "promises.png", "drafters with a set acceptance length", _draw_promises),
-    ):
-        if not is_measured:
-            continue
-        figure, axes = pyplot.subplots()
-        draw(report, axes)
-        axes.set_title(f"{report.environment['target']}\n{title}", fontsize=9)
-        figure.tight_layout()
-        figure.savefig(directory / file_name, dpi=150)
-        pyplot.close(figure)
-        files.append(directory / file_name)
-    return files
-
-
-def _draw_steps(report: RuntimeReport, axes: Any) -> None:
-    assert report.floor is not None
-    for context in dict.fromkeys(step.context for step in report.steps):
-        steps = [step for step in report.steps if step.context == context]
-        milliseconds = [step.wall_seconds * 1000 for step in steps]
-        axes.plot([step.num_nodes for step in steps], milliseconds, marker="o", label=f"context {context}")
-    axes.axhline(report.floor.seconds * 1000, linestyle="--", color="grey", label="floor")
-    axes.set(xlabel="nodes", ylabel="ms per verify pass")
-    axes.set_ylim(bottom=0)
-    axes.legend()
-
-
-def _draw_stages(report: RuntimeReport, axes: Any) -> None:
-    names = [each.mode for each in report.stages]
-    below = [0.0] * len(names)
-    for stage in ("draft", "verify", "commit"):
-        heights = [getattr(each, stage) * 1000 for each in report.stages]
-        axes.bar(names, heights, bottom=below, label=stage)
-        below = [a + b for a, b in zip(below, heights, strict=True)]
-    axes.set(ylabel="ms per step")
-    axes.legend()
-
-
-def _draw_end_to_end(report: RuntimeReport, axes: Any) -> None:
-    bars = axes.bar([mode.mode for mode in report.modes], [mode.tokens_per_second for mode in report.modes])
-    axes.bar_label(bars, fmt="%.0f")
-    axes.tick_params(axis="x", labelrotation=20)
-    axes.set(ylabel="tokens per second, prefill included")
-
-
-def _draw_promises(report: RuntimeReport, axes: Any) -> None:
-    lengths = [each.acceptance_length for each in report.promises]
-    axes.plot(lengths, [each.promised for each in report.promises], marker="o", label="promised by the cost model")
-    axes.plot(lengths, [each.measured for each in report.promises], marker="s", label="measured")
-    axes.set(xlabel="acceptance length", ylabel="speed-up over plain decoding")
-    axes.legend()

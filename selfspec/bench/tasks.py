@@ -11,19 +11,19 @@ drafts and passes. It also ignores that costs differ between tasks, with the len
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedModel
 
 from selfspec.api import Completion, completion_of
-from selfspec.bench.compare import PLAIN, WARM_UP, TimedAnswer, transformers_run
+from selfspec.bench.compare import BASELINE, PLAIN, WARM_UP, TimedAnswer, transformers_run
 from selfspec.config import SamplingParams
 from selfspec.drafters import Drafter
 from selfspec.loop.decode import decode
@@ -31,10 +31,8 @@ from selfspec.loop.planner import Planner
 from selfspec.loop.sequence import Request
 from selfspec.model.target import Target
 from selfspec.plan.formulas import speedup
+from selfspec.traffic.answers import encode_prompts
 from selfspec.traffic.prompt_files import PromptRow
-
-# The baselines are this runtime's plain decoding (`PLAIN`) and transformers' generate.
-BASELINE = "transformers"
 
 
 @dataclass(frozen=True)
@@ -100,12 +98,12 @@ class TaskSettings:
     """How to answer the prompts.
 
     Attributes:
-        baseline_source: what transformers runs: a path or Hub id to load, or the model itself; None leaves it out.
+        baseline: what transformers runs, see `load_baseline`; None leaves it out.
     """
 
     sampling: SamplingParams
     use_cost_guard: bool = True
-    baseline_source: str | PreTrainedModel | None = None
+    baseline: PreTrainedModel | None = None
 
 
 # What answered, and the seconds of its prefill, its drafting and its target passes, as far as they are known.
@@ -118,52 +116,67 @@ def measure_tasks(
     drafters: Mapping[str, Drafter | None],
     settings: TaskSettings,
     *,
-    on_prompt: Callable[[], None] = lambda: None,
+    on_start: Callable[[float], None] = lambda _: None,
+    on_prompt: Callable[[PromptRow, list[Measurement]], None] = lambda *_: None,
 ) -> list[Measurement]:
-    """Answer every prompt with plain decoding, with each drafter, and with transformers if the settings name a baseline."""
+    """Answer every prompt with plain decoding, with each drafter, and with transformers if the settings name a baseline.
+
+    Args:
+        on_start: is told, after a warm-up, how many seconds all will take if no answer ends early.
+        on_prompt: gets the measurements of each prompt as soon as all modes have answered it.
+    """
     modes = {PLAIN: None, **drafters}
-    prompts = [(task, row, target.encode(row.prompt)) for task, rows in tasks.items() for row in rows]
-    sampling, source = settings.sampling, settings.baseline_source
-    for drafter in modes.values():
-        _answer(target, prompts[0][2], drafter, WARM_UP)
+    rows = [(task, row) for task, of in tasks.items() for row in of]
+    prompts = encode_prompts(target, [row for _, row in rows])
+    on_start(len(prompts) * _warm_up(target, sorted(prompts, key=len)[len(prompts) // 2], modes, settings))
     baseline = None
-    if source is not None:
-        baseline = transformers_run(target, [ids for _, _, ids in prompts], sampling=sampling, source=source)
+    if settings.baseline is not None:
+        baseline = transformers_run(target, prompts, sampling=settings.sampling, source=settings.baseline)
     measurements = []
-    for task, row, ids in prompts:
-        answers = {
-            mode: _answer(target, ids, drafter, sampling, use_cost_guard=settings.use_cost_guard)
-            for mode, drafter in modes.items()
-        }
+    for (task, row), ids in zip(rows, prompts, strict=True):
+        answers = {mode: _answer(target, ids, drafter, settings) for mode, drafter in modes.items()}
         if baseline is not None:
             answers[BASELINE] = next(baseline), None, None, None
         expected = answers[PLAIN][0].token_ids
-        for mode, (answer, prefill_seconds, draft_seconds, verify_seconds) in answers.items():
-            measurements.append(
-                Measurement(
-                    task=task,
-                    prompt_id=str(row.id),
-                    mode=mode,
-                    seconds=answer.seconds,
-                    prefill_seconds=prefill_seconds,
-                    num_tokens=len(answer.token_ids),
-                    num_target_passes=answer.num_target_passes,
-                    is_identical=answer.token_ids == expected,
-                    draft_seconds=draft_seconds,
-                    verify_seconds=verify_seconds,
-                )
+        of_prompt = [
+            Measurement(
+                task=task,
+                prompt_id=str(row.id),
+                mode=mode,
+                seconds=answer.seconds,
+                prefill_seconds=prefill_seconds,
+                num_tokens=len(answer.token_ids),
+                num_target_passes=answer.num_target_passes,
+                is_identical=answer.token_ids == expected,
+                draft_seconds=draft_seconds,
+                verify_seconds=verify_seconds,
             )
-        on_prompt()
+            for mode, (answer, prefill_seconds, draft_seconds, verify_seconds) in answers.items()
+        ]
+        on_prompt(row, of_prompt)
+        measurements += of_prompt
     return measurements
 
 
-def _answer(
-    target: Target, ids: list[int], drafter: Drafter | None, sampling: SamplingParams, *, use_cost_guard: bool = True
-) -> Answered:
+def _warm_up(target: Target, ids: list[int], modes: Mapping[str, Drafter | None], settings: TaskSettings) -> float:
+    """Answer shortly with every mode; returns the seconds that all whole answers to a prompt of this length would take."""
+    short = replace(settings, sampling=WARM_UP)
+    expected = {}
+    for mode, drafter in modes.items():
+        _answer(target, ids, drafter, short)
+        answer, prefill_seconds, *_ = _answer(target, ids, drafter, short)
+        assert prefill_seconds is not None
+        per_token = (answer.seconds - prefill_seconds) / len(answer.token_ids)
+        expected[mode] = prefill_seconds + per_token * settings.sampling.max_new_tokens
+    # transformers warms up when its run begins, and is taken to be as fast as plain decoding.
+    return sum(expected.values()) + (expected[PLAIN] if settings.baseline is not None else 0.0)
+
+
+def _answer(target: Target, ids: list[int], drafter: Drafter | None, settings: TaskSettings) -> Answered:
     """Answer one prompt. The times of drafting and target passes are by the host clock that the planner uses."""
     draft_seconds = verify_seconds = 0.0
-    planner = None if use_cost_guard else Planner(is_active=False)
-    for step in decode(target, [Request(ids, sampling)], drafter=drafter, planner=planner):
+    planner = None if settings.use_cost_guard else Planner(is_active=False)
+    for step in decode(target, [Request(ids, settings.sampling)], drafter=drafter, planner=planner):
         draft_seconds += step.seconds.draft
         verify_seconds += step.seconds.verify + step.seconds.commit
     completion = completion_of(step.sequences[0])
@@ -172,16 +185,21 @@ def _answer(
 
 def summarise_tasks(measurements: Sequence[Measurement]) -> dict[str, dict[str, Summary]]:
     """Task -> mode -> summary. The last task, `overall`, covers all prompts."""
-    by_prompt: dict[tuple[str, str], dict[str, Measurement]] = {}
-    for m in measurements:
-        by_prompt.setdefault((m.task, m.prompt_id), {})[m.mode] = m
     tasks = list(dict.fromkeys(m.task for m in measurements))
     modes = list(dict.fromkeys(m.mode for m in measurements))
     out: dict[str, dict[str, Summary]] = {}
     costs = {mode: _costs(measurements, mode) for mode in modes if mode != BASELINE}
     for task in [*tasks, "overall"]:
-        prompts = [of for (of_task, _), of in by_prompt.items() if task in (of_task, "overall")]
+        prompts = [of for (of_task, _), of in by_prompt(measurements).items() if task in (of_task, "overall")]
         out[task] = {mode: _summary(prompts, mode, costs.get(mode)) for mode in modes}
+    return out
+
+
+def by_prompt(measurements: Sequence[Measurement]) -> dict[tuple[str, str], dict[str, Measurement]]:
+    """Task and prompt -> mode -> measurement."""
+    out: dict[tuple[str, str], dict[str, Measurement]] = {}
+    for m in measurements:
+        out.setdefault((m.task, m.prompt_id), {})[m.mode] = m
     return out
 
 
@@ -234,15 +252,13 @@ def environment(target: Target) -> dict[str, object]:
     }
 
 
-def save_tasks(path: Path, target: Target, sampling: SamplingParams, measurements: Sequence[Measurement]) -> None:
-    """Write every measurement and the summary as one JSON file."""
-    record = {
-        "environment": environment(target),
-        "sampling": asdict(sampling),
-        "summary": {
-            task: {mode: asdict(summary) for mode, summary in modes.items()}
-            for task, modes in summarise_tasks(measurements).items()
-        },
-        "measurements": [asdict(m) for m in measurements],
-    }
-    path.write_text(json.dumps(record, indent=1) + "\n")
+def row_of(measurement: Measurement) -> dict[str, object]:
+    """A measurement for a record's row, which names the prompt itself."""
+    row = asdict(measurement)
+    del row["prompt_id"]
+    return row
+
+
+def measurement_of(row: Mapping[str, Any]) -> Measurement:
+    """The measurement in a record's row."""
+    return Measurement(prompt_id=str(row["id"]), **{name: value for name, value in row.items() if name != "id"})

@@ -11,16 +11,14 @@ streams whose drafts were accepted have ended, and the slowest decode alone.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from selfspec.api import Completion
 from selfspec.bench.compare import PLAIN
-from selfspec.bench.tasks import environment
 from selfspec.config import SamplingParams
 from selfspec.drafters import Drafter
 from selfspec.engine import SpecEngine
@@ -54,7 +52,7 @@ class ThroughputRun:
 
 @dataclass(frozen=True)
 class Throughput:
-    """The figures for one number of streams: medians over its repeats, and the worst ratio. Above 1 is faster."""
+    """The figures for one number of streams: medians over its repeats, and the extreme ratios. Above 1 is faster."""
 
     num_streams: int
     num_repeats: int
@@ -62,6 +60,7 @@ class Throughput:
     tokens_per_second: float
     ratio: float
     worst_ratio: float
+    best_ratio: float
     acceptance_length: float
     num_identical: int
 
@@ -89,9 +88,14 @@ def measure_throughput(
     prompts: Sequence[list[int]],
     settings: ThroughputSettings,
     *,
-    on_run: Callable[[], None] = lambda: None,
+    finished: Collection[tuple[int, int]] = (),
+    on_pair: Callable[[list[ThroughputRun]], None] = lambda _: None,
 ) -> list[ThroughputRun]:
     """Measure every number of streams.
+
+    Args:
+        finished: numbers of streams and of repeats to leave out, because an earlier run has measured them.
+        on_pair: gets both runs of a pair as soon as they are measured, and an empty list after a first pair.
 
     Raises:
         ValueError: there are too few prompts to use each only once.
@@ -104,6 +108,9 @@ def measure_throughput(
         )
     runs = []
     for num_streams in settings.streams:
+        repeats = [repeat for repeat in range(1, num_parts) if (num_streams, repeat) not in finished]
+        if not repeats:
+            continue
         size = num_streams * settings.rounds
         parts = [prompts[repeat * size : (repeat + 1) * size] for repeat in range(num_parts)]
         most = max(len(prompt) for part in parts for prompt in part) + sampling.max_new_tokens
@@ -121,11 +128,11 @@ def measure_throughput(
         }
         for engine in engines.values():
             engine.warm_up()
-        for repeat, part in enumerate(parts):
-            pair = _measure_pair(engines, part, sampling, repeat)
-            on_run()
-            if repeat > 0:
-                runs += pair
+        for repeat in (0, *repeats):
+            pair = _measure_pair(engines, parts[repeat], sampling, repeat)
+            counted = pair if repeat > 0 else []
+            on_pair(counted)
+            runs += counted
         for engine in engines.values():
             engine.close()
         # Frees the memory of their caches for the next pair of engines.
@@ -186,6 +193,7 @@ def summarise_throughput(runs: Sequence[ThroughputRun]) -> list[Throughput]:
                 median(run.tokens_per_second for run in drafted.values()),
                 median(ratios),
                 min(ratios),
+                max(ratios),
                 median(run.acceptance_length for run in drafted.values()),
                 sum(run.is_identical for run in drafted.values()),
             )
@@ -193,12 +201,6 @@ def summarise_throughput(runs: Sequence[ThroughputRun]) -> list[Throughput]:
     return out
 
 
-def save_throughput(path: Path, target: Target, sampling: SamplingParams, runs: Sequence[ThroughputRun]) -> None:
-    """Write every run and the summary as one JSON file."""
-    record = {
-        "environment": environment(target),
-        "sampling": asdict(sampling),
-        "summary": [asdict(entry) for entry in summarise_throughput(runs)],
-        "runs": [asdict(run) for run in runs],
-    }
-    path.write_text(json.dumps(record, indent=1) + "\n")
+def run_of(row: Mapping[str, Any]) -> ThroughputRun:
+    """The run in a record's row."""
+    return ThroughputRun(**{name: value for name, value in row.items() if name != "id"})

@@ -37,14 +37,26 @@ class Loaded:
 
     Attributes:
         drafters: by the names given, without plain decoding.
-        baseline: what transformers' `generate` runs: a path or Hub id to load, or the model itself.
+        baseline_source: what transformers' `generate` runs: a path or Hub id to load, or the model itself.
         notes: what to print below the figures.
     """
 
     target: "Target"
     drafters: "dict[str, Drafter | None]"
-    baseline: "str | PreTrainedModel"
+    baseline_source: "str | PreTrainedModel"
     notes: list[str]
+
+    def baseline(self, revision: str | None) -> "PreTrainedModel":
+        """The model that transformers' `generate` runs."""
+        from selfspec.bench.baseline import load_baseline
+
+        source = self.baseline_source
+        return load_baseline(self.target, source, revision=revision) if isinstance(source, str) else source
+
+
+def drafter_names(drafters: str) -> list[str]:
+    """The names in `--drafters`, each once, without plain decoding."""
+    return [name for name in dict.fromkeys(name.strip() for name in drafters.split(",")) if name not in ("", "none")]
 
 
 def load_for_bench(options: TargetOptions, drafters: str, draft: DraftOptions, expand_to: str | None) -> Loaded:
@@ -52,8 +64,7 @@ def load_for_bench(options: TargetOptions, drafters: str, draft: DraftOptions, e
     from selfspec.drafters.options import load_drafter_of, load_target
 
     quiet_libraries()
-    named = [name.strip() for name in drafters.split(",")]
-    names = [name for name in dict.fromkeys(named) if name not in ("", "none")]
+    names = drafter_names(drafters)
     source = load_target(options)
     if expand_to is None:
         return Loaded(source, {name: load_drafter_of(draft, name, source) for name in names}, source_of(options), [])
@@ -147,7 +158,7 @@ class RuntimeOptions:
             prompts=spread(read_benchmark(self.prompts), self.num_prompts),
             sampling=SamplingParams(max_new_tokens=self.max_new_tokens),
             baselines=self.wanted_baselines,
-            baseline=loaded.baseline,
+            baseline=loaded.baseline_source,
             acceptance_lengths=self.set_lengths,
             synthetic_nodes=self.synthetic_nodes,
             profile=self.profile,
@@ -173,6 +184,8 @@ def register(cli: typer.Typer) -> None:
         Example: selfspec bench-runtime --drafters ngram,eagle --nodes 1,16 --json runtime.json
         """
         from selfspec.bench import report as runtime_report
+        from selfspec.bench.pictures import has_matplotlib
+        from selfspec.bench.plot_runtime import plot_runtime
         from selfspec.bench.runtime import measure_runtime
         from selfspec.cli import display
 
@@ -186,10 +199,10 @@ def register(cli: typer.Typer) -> None:
                 on_result=lambda part: part.save(options.json) if options.json else None,
             )
         if options.plots is not None:
-            if runtime_report.has_matplotlib():
-                runtime_report.plot(report, options.plots)
+            if has_matplotlib():
+                plot_runtime(report, options.plots)
             else:
-                report.notes.append("Plots were left out: they need matplotlib (pip install matplotlib).")
+                report.notes.append("Plots were left out: they need matplotlib (pip install 'selfspec[plots]').")
         if options.json is not None:
             report.save(options.json)
         runtime_report.show(report, display.stdout)

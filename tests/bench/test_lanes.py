@@ -24,8 +24,11 @@ def test_the_lane_that_is_furthest_behind_takes_the_next_step() -> None:
             now += seconds
             yield Turn([1])
 
+    def clock() -> float:
+        return now
+
     order, behind = [], []
-    for lane in race_level({"slow": turns(3.0, 2), "fast": turns(1.0, 5)}, clock=lambda: now):
+    for lane in race_level({"slow": turns(3.0, 2), "fast": turns(1.0, 5)}, clock):
         order.append(lane.name)
         behind.append(lane.seconds)
         # What happens between the steps is nobody's time.

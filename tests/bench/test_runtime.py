@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 
 from selfspec import SamplingParams, generate
 from selfspec.bench.baseline import plain_twin
-from selfspec.bench.report import RuntimeReport, plot
+from selfspec.bench.plot_runtime import plot_runtime
+from selfspec.bench.records import read_record
+from selfspec.bench.report import RuntimeReport
 from selfspec.bench.steps import (
     AnswerTime,
     Floor,
@@ -28,6 +30,7 @@ from selfspec.bench.steps import (
     weight_bytes,
 )
 from selfspec.bench.synthetic import SyntheticDrafter
+from selfspec.bench.tasks import measurement_of, summarise_tasks
 from selfspec.cli.main import app
 from selfspec.drafters import NgramDrafter
 from selfspec.model.packed_linear import pack_linear_layers
@@ -162,16 +165,16 @@ def test_the_command_measures_an_expanded_target(
 
 
 def test_bench_takes_an_expanded_target_too(tiny_target_dir: Path, prompt_file: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
+    out = tmp_path / "out.jsonl"
     shown = invoke(
         *("bench", "--target", tiny_target_dir, "--expand", "96x4x128x16", "--prompts", prompt_file),
         *("--max-new-tokens", 8, "--output", out),
     )
     assert "expanded to" in shown
-    record = json.loads(out.read_text())
-    assert "expanded" in record["environment"]["target"]
-    summary = record["summary"]["overall"]
-    assert all(mode["num_identical"] == mode["num_prompts"] == 2 for mode in summary.values())
+    record = read_record(out)
+    assert "expanded" in record.environment["target"]
+    summary = summarise_tasks([measurement_of(row) for row in record.rows])["overall"]
+    assert all(mode.num_identical == mode.num_prompts == 2 for mode in summary.values())
     assert "transformers" in summary
 
 
@@ -197,9 +200,9 @@ def test_plots_are_drawn_where_matplotlib_is(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report = RuntimeReport({"target": "t expanded to 1x1x1x1"}, floor=Floor(1e9, 2_000_000, 1000))
     report.steps = [StepTime(512, 1, 0.003, 0.002), StepTime(512, 8, 0.004, 0.003), StepTime(4096, 1, 0.005, None)]
-    report.stages = [StageTimes("none", 9, 1, 0.0, 0.003, 0.001, 0.0), StageTimes("x", 9, 8, 0.001, 0.004, 0.001, 0.0)]
+    report.stages = [StageTimes("none", 9, 1, 0.0, 0.003, 0.001), StageTimes("x", 9, 8, 0.001, 0.004, 0.001)]
     report.answers = [AnswerTime("none", 0, 10, 10, 2.0, 0.1, True), AnswerTime("x", 0, 10, 4, 1.0, 0.05, True)]
     report.promises = [Promise(3, 16, 3.0, 2.5, 2.2), Promise(4, 16, 4.0, 3.5, 3.0)]
-    files = plot(report, tmp_path / "plots")
+    files = plot_runtime(report, tmp_path / "plots")
     assert [file.name for file in files] == ["steps.png", "stages.png", "end_to_end.png", "promises.png"]
     assert all(file.stat().st_size > 1000 for file in files)

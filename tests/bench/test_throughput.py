@@ -8,7 +8,14 @@ from typer.testing import CliRunner
 
 from selfspec import SamplingParams, Target
 from selfspec.bench.prompts import mixed, read_benchmark
-from selfspec.bench.throughput import ThroughputRun, ThroughputSettings, measure_throughput, summarise_throughput
+from selfspec.bench.records import read_record
+from selfspec.bench.throughput import (
+    ThroughputRun,
+    ThroughputSettings,
+    measure_throughput,
+    run_of,
+    summarise_throughput,
+)
 from selfspec.cli.main import app
 from selfspec.drafters import NgramDrafter
 
@@ -57,11 +64,19 @@ def test_the_command_prints_a_table_and_writes_a_file(tiny_target_dir: Path, tmp
         "--max-new-tokens",
         8,
     ]
-    result = CliRunner().invoke(app, [str(a) for a in [*args, "--output", tmp_path / "out.json"]])
+    output = tmp_path / "out.jsonl"
+    result = CliRunner().invoke(app, [str(a) for a in [*args, "--output", output]])
     assert result.exit_code == 0, result.output
-    assert "off" in result.output and "2/2" in result.output
-    record = json.loads((tmp_path / "out.json").read_text())
-    assert [entry["num_streams"] for entry in record["summary"]] == [1, 2] and len(record["runs"]) == 8
+    assert "plain" in result.output and "2/2" in result.output
+    runs = [run_of(row) for row in read_record(output).rows]
+    assert [entry.num_streams for entry in summarise_throughput(runs)] == [1, 2] and len(runs) == 8
+    # A pair is missing, so it alone is measured after a first pair that does not count.
+    lines = output.read_text().splitlines(keepends=True)
+    output.write_text("".join(lines[:-2]))
+    result = CliRunner().invoke(app, [str(a) for a in [*args, "--output", output, "--resume"]])
+    assert result.exit_code == 0, result.output
+    again = output.read_text().splitlines(keepends=True)
+    assert again[:-2] == lines[:-2] and len(again) == len(lines)
 
 
 def test_an_expanded_target_is_measured_with_its_own_drafters(tiny_target_dir: Path, tmp_path: Path) -> None:
@@ -74,8 +89,7 @@ def test_an_expanded_target_is_measured_with_its_own_drafters(tiny_target_dir: P
     result = CliRunner().invoke(app, [str(a) for a in args])
     assert result.exit_code == 0, result.output
     assert "Every figure is of an expanded model" in result.output and "1/1" in result.output
-    record = json.loads((tmp_path / "out.json").read_text())
-    assert "expanded to 256x4x512x32" in record["environment"]["target"]
+    assert "expanded to 256x4x512x32" in read_record(tmp_path / "out.json").environment["target"]
 
 
 def test_every_part_of_a_benchmark_has_all_tasks() -> None:

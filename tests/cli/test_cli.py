@@ -119,6 +119,7 @@ def test_generate_resumes(run, prompt_file, tmp_path):
 def test_compare_says_whether_the_outputs_agree(run, prompt_file):
     options = ["--prompt-file", prompt_file, "--drafters", "ngram,none", "--max-new-tokens", 8, "--ignore-eos"]
     output = run("compare", *options, "--no-cost-guard").output
+    assert "transformers is left out" in " ".join(output.split())
     assert output.count("identical") == 1
     assert output.index("none") < output.index("ngram")
     sampled = run("compare", *options, "--temperature", 1).output
@@ -128,14 +129,21 @@ def test_compare_says_whether_the_outputs_agree(run, prompt_file):
 def test_compare_with_transformers(run, prompt_file):
     options = ["--prompt-file", prompt_file, "--baseline", "transformers", "--max-new-tokens", 8]
     assert run("compare", *options).output.count("identical") == 2
+    by_default = ["--prompt-file", prompt_file, "--max-new-tokens", 8]
+    assert run("compare", *by_default).output.count("identical") == 2
+    assert run("compare", *by_default, "--baseline", "none").output.count("identical") == 1
     assert "is greedy only" in run("compare", *options, "--temperature", 1, code=1).stderr
     assert "is not known" in run("compare", "--baseline", "vllm", code=1).stderr
 
 
 def test_demo_shows_text_and_figures(run):
-    output = run("demo", "--max-new-tokens", 2).output
+    output = run("demo", "--max-new-tokens", 2, "--full").output
     assert "business etiquette" in output
     assert "identical" in output
+    short = run("demo", "--max-new-tokens", 2).output
+    assert "reverses a string" in short and short.count("[cut here]") == 3
+    assert short.index("ngram") < short.index("transformers") < short.index("none")
+    assert "vs transformers" in " ".join(short.split()) or "transformers" in short
 
 
 def test_chat_reads_a_pipe(run):

@@ -1,0 +1,88 @@
+"""`selfspec demo`: the same prompts through transformers, plain decoding and drafters, side by side, and what came of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from selfspec.bench.prompts import DEMO_PROMPTS, SHORT_DEMO_PROMPTS
+from selfspec.cli.bench_runtime import drafter_names
+from selfspec.cli.loading import fetch_quietly, load_quietly
+from selfspec.cli.options import command
+from selfspec.config import DraftOptions, SamplingParams, TargetOptions
+from selfspec.model.default_target import source_of
+from selfspec.traffic.prompt_files import PromptRow, read_prompts
+
+if TYPE_CHECKING:
+    from selfspec.bench.compare import Mode
+
+EXPLANATION = """\
+The contestants take turns: the one that has had the least time takes the next step, and only its own steps count for it.
+Coloured text was drafted, and then accepted by the target."""
+TINY = "The target, SmolLM2-135M-Instruct, is a tiny model, to show the speed: do not trust what it says."
+
+
+def register(cli: typer.Typer) -> None:
+    """Add the command."""
+    command(cli, target=TargetOptions)(demo)
+
+
+def demo(
+    *,
+    target: TargetOptions,
+    drafters: Annotated[
+        str | None,
+        typer.Option("--drafters", help="with commas, the best first; eagle,ngram for the default target, else ngram"),
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="a dozen prompts of six kinds, in place of three short ones")] = False,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="most tokens for each answer", min=1)] = 64,
+) -> None:
+    """Race transformers' generate, plain decoding and drafters on a few prompts, in less than a minute.
+
+    Fetches the default target if it is needed and not there yet.
+
+    Example: selfspec demo --drafters eagle,medusa
+    """
+    if target.target is None:
+        fetch_quietly()
+
+    if drafters is None:
+        drafters = "ngram" if target.target else "eagle,ngram"
+    rows = read_prompts(DEMO_PROMPTS if full else SHORT_DEMO_PROMPTS)
+    from selfspec.cli.tables import show_comparison
+
+    modes = _race_all(rows, target, drafter_names(drafters), SamplingParams(max_new_tokens=max_new_tokens))
+    show_comparison(modes, [row.id for row in rows], note="Taking turns empties caches, so alone all are a little faster.")
+
+
+def _race_all(rows: list[PromptRow], target: TargetOptions, names: list[str], sampling: SamplingParams) -> list[Mode]:
+    """Race on every prompt, after a warm-up, and show each race."""
+    from selfspec.bench.baseline import load_baseline
+    from selfspec.bench.compare import BASELINE, PLAIN, WARM_UP, Mode, TimedAnswer
+    from selfspec.bench.lanes import race
+    from selfspec.cli import display
+    from selfspec.cli.race_view import RaceView
+    from selfspec.drafters.options import load_drafter_of
+    from selfspec.loop.text import TextStream
+    from selfspec.traffic.answers import encode_prompts
+
+    with display.stage(f"loading {source_of(target)}") as report:
+        model = load_quietly(target)
+        prompts = encode_prompts(model, rows)
+        drafters = {name: load_drafter_of(DraftOptions(), name, model) for name in names}
+        report("loading transformers' copy of the target")
+        baseline = load_baseline(model, source_of(target), revision=target.revision)
+        report("warming up")
+        list(race(model, drafters, baseline, prompts[0], WARM_UP))
+    if target.target is None:
+        display.stdout.print(TINY)
+    display.stdout.print(EXPLANATION)
+    answers: dict[str, list[TimedAnswer]] = {name: [] for name in (*drafters, BASELINE, PLAIN)}
+    for row, prompt_ids in zip(rows, prompts, strict=True):
+        texts = {name: TextStream(model.tokenizer, context=prompt_ids) for name in answers}
+        view = RaceView(display.stdout, texts, ends=model.eos_token_ids, max_tokens=sampling.max_new_tokens)
+        view.ask(row)
+        for lane in view.follow(race(model, drafters, baseline, prompt_ids, sampling)):
+            answers[lane.name].append(lane.answer(texts[lane.name].text))
+    return [Mode(name, of, sum(answer.seconds for answer in of)) for name, of in answers.items()]
