@@ -141,9 +141,10 @@ def test_demo_shows_text_and_figures(run):
     assert "business etiquette" in output
     assert "identical" in output
     short = run("demo", "--max-new-tokens", 2).output
-    assert "reverses a string" in short and short.count("[cut here]") == 3
+    assert "palindrome" in short and short.count("[cut here]") == 3
     assert short.index("ngram") < short.index("transformers") < short.index("none")
-    assert "vs transformers" in " ".join(short.split()) or "transformers" in short
+    # The tiny model's warning is about the default target.
+    assert "tiny model" not in short
 
 
 def test_chat_reads_a_pipe(run):
