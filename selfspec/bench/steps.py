@@ -30,7 +30,7 @@ from selfspec.loop.decode import decode
 from selfspec.loop.drafter import Drafter, NoDrafter
 from selfspec.loop.planner import Planner
 from selfspec.loop.sequence import Request
-from selfspec.model.packed_linear import PackedLinear
+from selfspec.model.stored_linear import StoredLinear
 from selfspec.model.target import Target
 from selfspec.tree import CandidateTree, from_parents
 
@@ -148,8 +148,8 @@ def weight_bytes(model: PreTrainedModel) -> int:
     embedding = model.get_input_embeddings()
     weights: dict[int, int] = {}
     for module in model.modules():
-        if isinstance(module, PackedLinear):
-            weights[id(module)] = module.in_features * module.out_features * torch.float32.itemsize
+        if isinstance(module, StoredLinear):
+            weights[id(module)] = module.num_bytes
         if module is not embedding:
             weights |= {id(p): p.numel() * p.itemsize for p in module.parameters(recurse=False)}
     return sum(weights.values())

@@ -31,7 +31,7 @@ from selfspec.loop.planner import Shape
 from selfspec.model.layers import private_copy
 from selfspec.model.load import lay_out
 from selfspec.model.output import LogitShape
-from selfspec.model.packed_linear import PackedLinear
+from selfspec.model.stored_linear import StoredLinear
 from selfspec.model.target import Target
 from selfspec.tree import CandidateTree, chain
 
@@ -81,9 +81,9 @@ class EagleDrafter(Drafter):
         own = private_copy(head).to(target.device, target.dtype)
         self._draft_ids = own.draft_ids
         lm_head = target.model.get_output_embeddings()
-        look_up = lm_head.rows if isinstance(lm_head, PackedLinear) else None
+        look_up = lm_head.rows if isinstance(lm_head, StoredLinear) else None
         layers = nn.ModuleDict({"head": own, "output": own.output_layer(lm_head, look_up)})
-        lay_out(layers)
+        lay_out(layers, may_round=True)
         self.head = own
         self._output_layer = layers["output"]
         self._embed = target.model.get_input_embeddings()

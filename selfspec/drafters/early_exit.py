@@ -77,7 +77,7 @@ class EarlyExitDrafter(Drafter):
         self.exit_layer = head.config.exit_layer
         self.features = self.block_names = (self.exit_layer,)
         self.head = private_copy(head).to(target.device, target.dtype)
-        lay_out(self.head)
+        lay_out(self.head, may_round=True)
         self._target = target
         self._logits_of = target.logits_of
         self._split = SplitTarget(target, self.exit_layer)

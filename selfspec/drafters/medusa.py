@@ -57,7 +57,7 @@ class MedusaDrafter(Drafter):
         self._target = target
         self._lm_head = None if head.config.has_output_layer else target.logits_of
         self.head = private_copy(head).to(target.device, target.dtype)
-        lay_out(self.head)
+        lay_out(self.head, may_round=True)
         self._embed = target.model.get_input_embeddings()
         self.num_draft_tokens = min(num_draft_tokens or head.config.num_heads, head.config.num_heads)
         self.num_nodes = num_nodes or shape.num_nodes

@@ -51,7 +51,7 @@ class Kind(DrafterName):
 def student_target(target: Target, head: EarlyExitHead) -> Target:
     """A draft model from a head whose layers compute their own keys and values."""
     model = private_copy(head).to(target.device, target.dtype).merged(target.model)
-    lay_out(decoder_layers(model)[1])
+    lay_out(decoder_layers(model)[1], may_round=True)
     return Target(model, target.tokenizer, name=f"{head.config.head_type} of {target.name}")
 
 

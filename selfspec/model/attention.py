@@ -49,6 +49,8 @@ class TreePass:
     write_slots: torch.Tensor | None = None
     # What a fused layer leaves for the next one.
     normed: NormedRows | None = None
+    # The rotary cosines and sines in the form that layers on a CPU share.
+    angles: tuple[torch.Tensor, torch.Tensor] | None = None
     shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     options: dict[int, AttentionOptions] = field(default_factory=dict)
     num_calls: int = 0

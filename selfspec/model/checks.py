@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from selfspec.cache.blocks import CacheRow
 from selfspec.cache.kv import KVShape
 from selfspec.model.attention import ATTENTION_NAME, TreePass
+from selfspec.model.cpu_layer import speed_up_layers
 from selfspec.model.fused_layer import fuse_layers
 from selfspec.model.layers import decoder_layers
 from selfspec.model.load import check_family
@@ -92,7 +93,8 @@ def adopt(target: Target) -> tuple[KVShape, int]:
         raise ValueError(
             f"{kind} gives different logits in a tree pass and in a plain one (relative gap {gap:.2g}): it cannot be served"
         )
-    if (undo := fuse_layers(list(decoder_layers(model)[1]), probe.options)) is not None:
+    layers = list(decoder_layers(model)[1])
+    if (undo := fuse_layers(layers, probe.options) or speed_up_layers(layers, probe.options)) is not None:
         # Fused layers round at other places. How far this model lets rounding grow shows in the gap to `plain_far`.
         most = 1e-4 if target.dtype == torch.float32 else max(0.02, 2 * _gap(own, plain_far))
         if not (gap := _gap(served(prefix), own)) < most:

@@ -27,11 +27,10 @@ from selfspec.kernels.gated_activation import gated_silu
 from selfspec.kernels.jit import is_compiled_for
 from selfspec.kernels.linear import linear
 from selfspec.kernels.rms_norm import Norm, rms_norm
+from selfspec.model.shared_input import MERGED_NAMES, SharedInput
 
 logger = logging.getLogger(__name__)
 
-# Sibling layers that read the same input.
-MERGED_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 GATED_MLP_NAMES = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 # Allowed relative difference of a layer's output: the rounding of a sum, and in an MLP of the values between two sums.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -53,31 +52,16 @@ class FusedLinear(nn.Module):
         return linear(x, self.weight, self.bias)
 
 
-class MergedWeight:
-    """The weights of several linear layers in one tensor; each layer's own weight becomes a view of it.
-
-    The first layer that is called with an input computes the output of all; the others return their slices if they are
-    called with the same tensor object. Slices are dropped when they are taken, or when another input comes.
-    """
+class MergedWeight(SharedInput):
+    """The weights of several linear layers in one tensor; each layer's own weight becomes a view of it."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        self.sizes = [linear.out_features for linear in linears]
+        super().__init__([linear.out_features for linear in linears])
         self.weight = _merge([linear.weight for linear in linears])
         self.bias = None if linears[0].bias is None else _merge([linear.bias for linear in linears])
-        self._input: torch.Tensor | None = None
-        self._slices: dict[int, torch.Tensor] = {}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
-
-    def take(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        """Layer `index`'s output [..., out] for x [..., in], a slice of the merged output's last dimension."""
-        if x is not self._input or index not in self._slices:
-            self._input, self._slices = x, dict(enumerate(self(x).split(self.sizes, dim=-1)))
-        out = self._slices.pop(index)
-        if not self._slices:
-            self._input = None
-        return out
 
 
 class MergedLinear(FusedLinear):
@@ -98,7 +82,7 @@ class FusedRMSNorm(nn.Module):
     def __init__(self, norm: Any, rule: dict[str, Any]) -> None:
         super().__init__()
         self.weight = norm.weight
-        self.eps = self.variance_epsilon = _eps(norm)
+        self.eps = self.variance_epsilon = eps_of(norm)
         self.rule = rule
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -147,10 +131,12 @@ def fuse(model: nn.Module) -> None:
         for name, child in list(parent.named_children()):
             if _is_plain_linear(child):
                 _swap(parent, [name], lambda olds: [FusedLinear(*olds)], verdicts)
-            elif _is_rms_norm(child):
-                kind = (*_kind(child), _eps(child))
+            elif is_rms_norm(child):
+                kind = (*_kind(child), eps_of(child))
                 if kind not in rules:
-                    rules[kind] = _find_rule(child, dtype)
+                    rules[kind] = rms_norm_rule(child, dtype)
+                    if rules[kind] is None:
+                        _log_refusal(type(child).__name__)
                 if (rule := rules[kind]) is not None:
                     setattr(parent, name, FusedRMSNorm(child, rule))
     for parent in list(model.modules()):
@@ -230,17 +216,19 @@ def _merge(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     return merged
 
 
-def _is_rms_norm(module: nn.Module) -> bool:
+def is_rms_norm(module: nn.Module) -> bool:
+    """Whether a module looks like an RMSNorm; `rms_norm_rule` tells."""
     weight = module._parameters.get("weight")
     is_named_so = type(module).__name__.endswith("RMSNorm") and not module._forward_hooks
-    return is_named_so and weight is not None and weight.ndim == 1 and isinstance(_eps(module), float)
+    return is_named_so and weight is not None and weight.ndim == 1 and isinstance(eps_of(module), float)
 
 
-def _eps(norm: Any) -> Any:
+def eps_of(norm: Any) -> Any:
+    """A modeling file's RMSNorm's eps; None where it has none."""
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
-def _find_rule(norm: nn.Module, dtype: torch.dtype) -> dict[str, Any] | None:
+def rms_norm_rule(norm: nn.Module, dtype: torch.dtype) -> dict[str, Any] | None:
     """The rule that is nearest to this norm with random weights; None if none is near enough."""
     probe = copy.deepcopy(norm)
     assert isinstance(probe.weight, nn.Parameter)
@@ -254,7 +242,6 @@ def _find_rule(norm: nn.Module, dtype: torch.dtype) -> dict[str, Any] | None:
     best = min(range(len(ours)), key=lambda i: float((ours[i].float() - theirs.float()).abs().sum()))
     if _is_close(ours[best], theirs):
         return RMS_NORM_RULES[best]
-    _log_refusal(type(norm).__name__)
     return None
 
 

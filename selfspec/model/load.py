@@ -24,7 +24,8 @@ from selfspec.model.checkpoint import read_model
 from selfspec.model.compact_embedding import compact_embeddings
 from selfspec.model.devices import resolve_device
 from selfspec.model.fuse import can_fuse, fuse
-from selfspec.model.packed_linear import can_pack, pack_linear_layers
+from selfspec.model.linear_layout import lay_out_linear_layers, layouts
+from selfspec.model.shared_input import merge_layers
 
 logger = logging.getLogger(__name__)
 
@@ -113,16 +114,21 @@ def load_model(
     return model, tokenizer
 
 
-def lay_out(model: nn.Module) -> None:
+def lay_out(model: nn.Module, *, may_round: bool = False) -> None:
     """Lay a module's layers out for decoding, in place, after which they have no gradients.
 
-    On a CPU this is `selfspec.model.packed_linear` and `selfspec.model.compact_embedding`, on CUDA `selfspec.model.fuse`.
+    On a CPU this is `selfspec.model.linear_layout` and `selfspec.model.compact_embedding`, on CUDA `selfspec.model.fuse`.
+
+    Args:
+        may_round: on a CPU, weights may be rounded to 16 bits. This is for drafters alone.
     """
     if can_fuse(model):
         fuse(model)
-    elif can_pack():
-        # Only those on a CPU, in float32, are packed.
-        logger.debug("packed %d linear layers for CPU decoding", pack_linear_layers(model, compact_embeddings(model)))
+        return
+    # Only layers on a CPU, in float32, are replaced.
+    merge_layers(model)
+    counts = lay_out_linear_layers(model, compact_embeddings(model), forms=layouts(may_round=may_round))
+    logger.debug("linear layers by form: %s", dict(counts))
 
 
 def check_family(config: PretrainedConfig) -> None:

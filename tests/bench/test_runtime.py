@@ -33,7 +33,9 @@ from selfspec.bench.synthetic import SyntheticDrafter
 from selfspec.bench.tasks import measurement_of, summarise_tasks
 from selfspec.cli.main import app
 from selfspec.drafters import NgramDrafter
-from selfspec.model.packed_linear import pack_linear_layers
+from selfspec.model.half_linear import can_halve
+from selfspec.model.linear_layout import HALF, PACKED, lay_out_linear_layers
+from selfspec.model.packed_linear import can_pack
 from selfspec.model.target import Target
 
 PROMPTS = random_prompts(3, (3, 20), seed=8)
@@ -59,8 +61,18 @@ def test_weight_bytes_leave_the_embedding_out_unless_it_is_the_lm_head() -> None
     table = untied.get_input_embeddings().weight.numel() * 4
     assert weight_bytes(untied) == weight_bytes(tied) == everything - table
     before = weight_bytes(untied)
-    if pack_linear_layers(untied):
+    if can_pack():
+        lay_out_linear_layers(untied, forms=[PACKED])
         assert weight_bytes(untied) == before
+
+
+@pytest.mark.skipif(not can_halve(), reason="this torch build has no float16 weights for float32 products")
+def test_weights_that_are_held_in_16_bits_count_half() -> None:
+    model = tiny_model("llama").bfloat16().float()
+    linears = sum(4 * module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+    before = weight_bytes(model)
+    lay_out_linear_layers(model, forms=[HALF])
+    assert weight_bytes(model) == before - linears // 2
 
 
 def test_steps_are_timed_for_every_context_and_size() -> None:

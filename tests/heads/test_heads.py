@@ -28,7 +28,8 @@ from selfspec.loop.batch import Batch
 from selfspec.loop.drafter import Proposal
 from selfspec.model.fuse import fuse
 from selfspec.model.graphs import Graphs
-from selfspec.model.packed_linear import can_pack, pack_linear_layers
+from selfspec.model.linear_layout import PACKED, lay_out_linear_layers
+from selfspec.model.packed_linear import can_pack
 from selfspec.model.target import FINAL
 from selfspec.train.batch import TargetEnds, TrainBatch
 from selfspec.train.losses import LossSettings, TargetStates, eagle_loss, medusa_loss
@@ -432,7 +433,7 @@ def test_a_key_that_the_target_lacks_is_named(tmp_path: Path) -> None:
 def test_a_head_laid_out_for_decoding_is_not_saved(tmp_path: Path) -> None:
     """Its state has fewer weights than a head of its config, and nothing could load it."""
     head = eagle_head(tiny_target("llama"), feature_layers=(1, 2, 3))
-    assert pack_linear_layers(head) > 0
+    assert lay_out_linear_layers(head, forms=[PACKED])["packed"] > 0
     with pytest.raises(ValueError, match=r"has no fc\.weight to save \(\d+ of \d+ weights are missing\) because its layers"):
         head.save_pretrained(tmp_path / "head")
     assert not (tmp_path / "head").exists()

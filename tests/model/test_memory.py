@@ -18,9 +18,10 @@ from selfspec.heads.base import TargetIdentity
 from selfspec.model.checkpoint import read_model
 from selfspec.model.compact_embedding import CompactEmbedding, compact_embeddings
 from selfspec.model.default_target import default_target
+from selfspec.model.linear_layout import PACKED, lay_out_linear_layers
 from selfspec.model.load import lay_out, load_config
 from selfspec.model.memory import Memory
-from selfspec.model.packed_linear import can_pack, pack_linear_layers
+from selfspec.model.packed_linear import can_pack
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -103,7 +104,7 @@ def test_a_table_that_needs_32_bits_stays_as_it_is() -> None:
 def test_rows_of_a_layer_without_a_table_come_from_its_own_weight() -> None:
     model = nn.ModuleDict({"layer": nn.Linear(8, 6)})
     plain = model["layer"].weight.detach().clone()
-    assert pack_linear_layers(model) == 1
+    assert lay_out_linear_layers(model, forms=[PACKED]) == {"packed": 1}
     assert torch.equal(model["layer"].rows(torch.tensor([5, 0])), plain[[5, 0]])
 
 

@@ -11,7 +11,8 @@ import transformers
 from support import FAMILIES, REFUSED, VOCAB_SIZE, tiny_model, tiny_target
 
 from selfspec.cache.blocks import CacheRow
-from selfspec.model.packed_linear import PackedLinear, can_pack, pack_linear_layers
+from selfspec.model.linear_layout import PACKED, lay_out_linear_layers
+from selfspec.model.packed_linear import PackedLinear, can_pack
 from selfspec.model.target import FINAL, Target
 from selfspec.tree import CandidateTree, chain, from_parents
 
@@ -141,7 +142,7 @@ def test_packed_layers_keep_weights_bit_for_bit_and_logits_to_rounding(family: s
     ids = torch.arange(3, 20)[None]
     with torch.inference_mode():
         expected = model(ids, use_cache=False).logits
-        assert pack_linear_layers(model) > 0
+        assert lay_out_linear_layers(model, forms=[PACKED])["packed"] > 0
         assert isinstance(model.lm_head, PackedLinear)
         torch.testing.assert_close(model(ids, use_cache=False).logits, expected, atol=TOLERANCE, rtol=TOLERANCE)
     assert torch.equal(model.lm_head.weight, weight)
@@ -150,7 +151,7 @@ def test_packed_layers_keep_weights_bit_for_bit_and_logits_to_rounding(family: s
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_stays_unpacked_and_works_on_cpu(dtype: torch.dtype) -> None:
     model = tiny_model("llama").to(dtype)
-    assert pack_linear_layers(model) == 0
+    assert not lay_out_linear_layers(model)
     assert Target(model).dtype == dtype
 
 
