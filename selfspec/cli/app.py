@@ -32,6 +32,8 @@ def register(cli: typer.Typer) -> None:
         """Open a page on which drafters race, and which shows why one wins.
 
         Example: selfspec app --port 7860
+
+        Example: selfspec app --server http://127.0.0.1:8000/v1
         """
         check_host(host)
         if server is not None:

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from selfspec.drafters import Drafter
     from selfspec.model.target import Target
 
-DrafterOption = Annotated[
-    str, typer.Option("--drafter", help=f"what proposes tokens: {FORMS}", rich_help_panel="Drafting")
-]
+DrafterOption = Annotated[str, typer.Option("--drafter", help=f"what proposes tokens: {FORMS}", rich_help_panel="Drafting")]
 BatchSizeOption = Annotated[int, typer.Option("--batch-size", help="sequences decoded together", min=1)]
 PROMPT_FILE_HELP = "JSON lines with an id and one of: prompt, messages, turns"
 
@@ -173,7 +171,9 @@ def chat(
 ) -> None:
     """Talk to the target in the terminal.
 
-    Example: selfspec chat --drafter eagle --temperature 0.7
+    Example: selfspec chat
+
+    Example: selfspec chat Qwen/Qwen3-0.6B --drafter ngram --temperature 0.7
     """
     with loading(target):
         from selfspec.cli.chat import converse

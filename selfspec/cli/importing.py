@@ -25,12 +25,12 @@ class SlowImports(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path, target) if fullname in SLOW else None
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+        if spec is not None and (loader := spec.loader) is not None:
+            execute = loader.exec_module
 
             def show(module: ModuleType) -> None:
                 # Without the method set below, the loader is as it was.
-                del spec.loader.exec_module
+                del loader.exec_module
                 try:
                     spinner = display.stage(f"importing {SLOW[fullname]}")
                     spinner.__enter__()
@@ -43,7 +43,7 @@ class SlowImports(MetaPathFinder):
                 finally:
                     spinner.__exit__(None, None, None)
 
-            spec.loader.exec_module = show  # type: ignore[method-assign]
+            loader.exec_module = show  # type: ignore[method-assign]
         return spec
 
 

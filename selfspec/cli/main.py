@@ -49,7 +49,7 @@ app = typer.Typer(
 )
 
 
-def _show_version(is_asked: bool) -> None:
+def _version(is_asked: bool) -> None:
     if is_asked:
         typer.echo(f"selfspec {__version__}")
         raise typer.Exit
@@ -59,7 +59,7 @@ def _show_version(is_asked: bool) -> None:
 def main(
     version: Annotated[
         bool,
-        typer.Option("--version", "-V", metavar="", help="Show the version and exit.", callback=_show_version, is_eager=True),
+        typer.Option("--version", "-V", metavar="", help="Show the version and exit.", callback=_version, is_eager=True),
     ] = False,
 ) -> None:
     """Several tokens per forward pass from a frozen Hugging Face model, with unchanged output.

@@ -9,6 +9,7 @@ import typer
 
 from selfspec.cli.options import command, quiet_libraries
 from selfspec.config import TargetOptions
+from selfspec.drafters.specs import FORMS
 from selfspec.model.default_target import source_of
 
 if TYPE_CHECKING:
@@ -116,9 +117,7 @@ def register(cli: typer.Typer) -> None:
     def plan(
         *,
         target: TargetOptions,
-        drafter: Annotated[
-            str, typer.Option("--drafter", help="none, ngram, truncated:LAYERS, or NAME[:PATH_OR_ID] of a trained head")
-        ] = "none",
+        drafter: Annotated[str, typer.Option("--drafter", help=FORMS)] = "none",
         options: PlanOptions,
         as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     ) -> None:

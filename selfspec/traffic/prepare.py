@@ -75,7 +75,7 @@ class WritingOptions:
     """How the target writes many texts."""
 
     drafter: str = field(
-        default="ngram", metadata={"help": "what speeds the target up, as in generate; the text stays the same"}
+        default="auto", metadata={"help": "what speeds the target up, as in generate; the text stays the same"}
     )
     batch_size: int = field(default=16, metadata={"help": "conversations decoded together"})
     chat_template: Path | None = field(

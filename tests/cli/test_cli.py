@@ -3,18 +3,19 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from selfspec import failures
-from selfspec.bench.machine import this_machine
-from selfspec.cli import doctor
+from selfspec.cli import display, doctor
 from selfspec.cli.main import app
 
 PROMPTS = [
@@ -114,6 +115,71 @@ def test_generate_resumes(run, prompt_file, tmp_path):
     assert output.read_text().startswith(first)
     rows = [json.loads(line) for line in complete.splitlines()]
     assert [row["token_ids"] for row in results(output)] == [row["token_ids"] for row in rows]
+
+
+def test_generate_answers_one_question(run):
+    """The text alone on standard output, and the figures on standard error."""
+    result = run("generate", "one two three", "--max-new-tokens", 5, "--ignore-eos")
+    [line] = result.stderr.splitlines()
+    assert re.fullmatch(
+        r"5 tokens in \d target passes: [\d.]+ tokens/s, acceptance length [\d.]+, drafter ngram; "
+        r"cut off at --max-new-tokens 5",
+        line,
+    )
+    rows = run("generate", "one two three", "--max-new-tokens", 5, "--ignore-eos", "--output", "-")
+    [row] = map(json.loads, rows.stdout.splitlines())
+    assert row["text"] + "\n" == result.stdout
+    assert rows.stderr.startswith("1 prompt answered, 5 tokens in ")
+    piped = run("generate", "-", "--max-new-tokens", 5, "--ignore-eos", stdin="one two three")
+    assert piped.stdout == result.stdout
+
+
+def test_a_question_is_a_message_or_text_to_go_on_with(tiny_target_dir, prompt_file, tmp_path):
+    """As the target has a chat template, or has none."""
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_target_dir, bare, ignore=shutil.ignore_patterns("chat_template*"))
+    settings = bare / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": None}))
+    forms = {tiny_target_dir: {"messages": [{"role": "user", "content": "the dog"}]}, bare: {"prompt": "the dog"}}
+    for target, form in forms.items():
+        prompt_file.write_text(json.dumps(form))
+        options = ["-m", str(target), "--max-new-tokens", "8", "--output", "-"]
+        answers = [
+            json.loads(CliRunner().invoke(app, ["generate", *args, *options]).stdout)["token_ids"]
+            for args in (["the dog"], ["--prompt-file", str(prompt_file)])
+        ]
+        assert answers[0] == answers[1]
+
+
+def test_generate_reads_and_writes_pipes(run, prompt_file, tmp_path):
+    options = ["--max-new-tokens", 4, "--drafter", "none"]
+    run("generate", "--prompt-file", prompt_file, "--output", tmp_path / "out.jsonl", *options)
+    piped = run("generate", "--prompt-file", "-", "--output", "-", *options, stdin=prompt_file.read_text())
+    texts = [
+        [row["text"] for row in map(json.loads, lines.splitlines())]
+        for lines in (piped.stdout, (tmp_path / "out.jsonl").read_text())
+    ]
+    assert texts[0] == texts[1]
+    assert not Path("-").exists()
+    assert "-, line 1" in run("generate", "--prompt-file", "-", "--output", "-", stdin="{", code=1).stderr
+
+
+def test_generate_says_at_the_end_how_fast_it_was(run, prompt_file, tmp_path):
+    options = ["--prompt-file", prompt_file, "--output", tmp_path / "out.jsonl", "--max-new-tokens", 4, "--ignore-eos"]
+    line = run("generate", *options).stdout
+    assert re.search(r"out.jsonl: 3 prompts answered, 12 tokens in \d+ target passes: [\d.]+ tokens/s, acceptance", line)
+    (tmp_path / "out.jsonl").write_text("\n".join((tmp_path / "out.jsonl").read_text().splitlines()[:2]) + "\n")
+    assert "1 prompt answered, 4 tokens in" in run("generate", *options, "--resume").stdout
+
+
+def test_the_target_may_be_the_argument(tiny_target_dir, monkeypatch):
+    options = ["--max-new-tokens", "4", "--ignore-eos"]
+    by_name = CliRunner().invoke(app, ["chat", "-m", str(tiny_target_dir), *options], input="the cat\n")
+    by_place = CliRunner().invoke(app, ["chat", str(tiny_target_dir), *options], input="the cat\n")
+    monkeypatch.setattr("selfspec.model.default_target.default_target", lambda: tiny_target_dir)
+    default = CliRunner().invoke(app, ["chat", "smollm2", *options], input="the cat\n")
+    answers = [result.stdout.splitlines()[0] for result in (by_name, by_place, default)]
+    assert answers[0] and len(set(answers)) == 1
 
 
 def test_compare_says_whether_the_outputs_agree(run, prompt_file):
@@ -225,6 +291,15 @@ def test_fetch_prints_where_the_target_is(monkeypatch, tmp_path):
     monkeypatch.setattr("selfspec.cli.loading.fetch_default_target", lambda directory, **_: directory)
     result = CliRunner().invoke(app, ["fetch", "--output", str(tmp_path)])
     assert result.output.strip() == str(tmp_path)
+
+
+@pytest.mark.parametrize(("is_there", "said"), [(True, "every file is as it was made"), (False, "It was made anew")])
+def test_fetch_tells_a_person_what_it_did(monkeypatch, tmp_path, capsys, is_there, said):
+    monkeypatch.setattr("selfspec.cli.loading.fetch_default_target", lambda directory, **_: directory)
+    monkeypatch.setattr("selfspec.cli.fetch.is_made", lambda directory: is_there)
+    monkeypatch.setattr(display, "stderr", Console(stderr=True, force_terminal=True))
+    result = CliRunner().invoke(app, ["fetch", "--output", str(tmp_path)])
+    assert result.stdout.strip() == str(tmp_path) and said in result.stderr
 
 
 @pytest.mark.parametrize(

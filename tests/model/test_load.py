@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from selfspec import SamplingParams, Target, generate, load_drafter
+from selfspec.config import WEIGHT_DTYPES
 from selfspec.drafters import shipped
 from selfspec.drafters.shipped import load_head
 from selfspec.heads import base
+from selfspec.model.load import QUANTIZED
 
 
 @pytest.fixture
@@ -82,9 +85,7 @@ def test_messages_name_a_head_of_the_hub_by_its_id(
     assert str(tmp_path) not in str(caught.value)
 
 
-def test_a_target_is_loaded_by_default_and_tells_what_it_is(
-    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_is_loaded_by_default_and_tells_what_it_is(tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfspec.model.default_target.default_target", lambda: tiny_target_dir)
     target = Target.from_pretrained(device="cpu")
     assert target.name == Target.from_pretrained("smollm2", device="cpu").name == str(tiny_target_dir)
@@ -107,4 +108,4 @@ def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(tiny_target_dir: P
 
 
 def test_types_of_weights_alone_are_those_of_the_options() -> None:
-    assert set(load.QUANTIZED) == set(WEIGHT_DTYPES)
+    assert set(QUANTIZED) == set(WEIGHT_DTYPES)
