@@ -13,11 +13,16 @@ WORDS: dict[type, str] = {bool: "", int: "INT", float: "NUMBER", Path: "PATH", s
 
 def name_value(parameter: inspect.Parameter) -> None:
     """Give an option a word for its value, by its type, unless it has one."""
-    hint, *parts = typing.get_args(parameter.annotation)
-    kinds = {kind for kind in (hint, *typing.get_args(hint)) if kind in WORDS}
+    hint, *parts = typing.get_args(parameter.annotation) or [None]
     for part in parts:
-        if isinstance(part, typer.models.OptionInfo) and part.metavar is None and len(kinds) == 1:
-            part.metavar = WORDS[kinds.pop()]
+        if isinstance(part, typer.models.OptionInfo) and part.metavar is None:
+            part.metavar = _word(hint)
+
+
+def _word(hint: Any) -> str | None:
+    """The word for a type, or for the one type within it: that of a list's items, or of an option that may be left out."""
+    words = {_word(each) for each in typing.get_args(hint)} - {None}
+    return WORDS.get(hint) if not words else words.pop() if len(words) == 1 else None
 
 
 def _without_value(params: list[Any]) -> list[Any]:

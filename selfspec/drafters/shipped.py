@@ -36,7 +36,7 @@ def load_head(source: str | Path | None, target: Target, *, drafter: str, revisi
     """
     # Before the head is read, because a target that was laid out for decoding makes a plain weight anew for this.
     ours = identity(target)
-    directory = find_head(source or shipped_head(drafter, target), revision)
+    directory = find_head(source or _shipped_head(drafter, target.label, ours), revision)
     head_type = read_config(directory, source)["head_type"]
     allowed = KINDS[drafter].head_types
     if head_type not in allowed:
@@ -84,16 +84,20 @@ def shipped_head(drafter: str, target: Target) -> Path:
     Raises:
         ValueError: no shipped head fits.
     """
-    for directory, head_type in _fitting(target):
+    return _shipped_head(drafter, target.label, identity(target))
+
+
+def _shipped_head(drafter: str, label: str, ours: TargetIdentity) -> Path:
+    for directory, head_type in _fitting(ours):
         if head_type in KINDS[drafter].head_types:
             logger.info("drafter %s: the shipped head %s/%s", drafter, directory.parent.name, directory.name)
             return directory
-    raise ValueError(f"no shipped {drafter} head fits {target.label}: name one as {drafter}:PATH_OR_HUB_ID, or train one")
+    raise ValueError(f"no shipped {drafter} head fits {label}: name one as {drafter}:PATH_OR_HUB_ID, or train one")
 
 
 def best_drafter(target: Target) -> str:
     """What `auto` means for this target: the first of `BEST` that has a shipped head, or else `ngram`."""
-    head_types = {head_type for _, head_type in _fitting(target)}
+    head_types = {head_type for _, head_type in _fitting(identity(target))}
     for drafter in BEST:
         if head_types & set(KINDS[drafter].head_types):
             return drafter
@@ -101,9 +105,8 @@ def best_drafter(target: Target) -> str:
     return "ngram"
 
 
-def _fitting(target: Target) -> Iterator[tuple[Path, str]]:
-    """The folders and types of the shipped heads that fit the target."""
-    ours = identity(target)
+def _fitting(ours: TargetIdentity) -> Iterator[tuple[Path, str]]:
+    """The folders and types of the shipped heads that fit the target of this identity."""
     for directory in shipped_heads():
         record: dict[str, Any] = read_config(directory)
         config = HEADS[record["head_type"]].config_class.from_dict(record)
