@@ -16,14 +16,16 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from selfspec.heads.base import DraftHead, HeadConfig
 from selfspec.model.layers import Resume, decoder_layers, final_norm, new_layers, number_layers, with_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,15 +11,17 @@ import logging
 import warnings
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
 
 from selfspec.failures import first_line
 from selfspec.files import check_is_there, check_readable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 from selfspec.cache.kv import KVCache
 from selfspec.kernels.linear import NormedRows
@@ -171,5 +169,10 @@ def _plain_attention(
     return (probs @ value).transpose(1, 2).contiguous()
 
 
-AttentionInterface.register(ATTENTION_NAME, _attention)
-AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+def register() -> None:
+    """Make the function known to transformers, whose models then run with it when told its name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(ATTENTION_NAME, _attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)

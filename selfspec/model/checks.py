@@ -9,18 +9,18 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
 
 from selfspec.cache.blocks import CacheRow
 from selfspec.cache.kv import KVShape
-from selfspec.model.attention import ATTENTION_NAME, TreePass
-from selfspec.model.cpu_layer import speed_up_layers
+from selfspec.model.attention import ATTENTION_NAME, TreePass, register
 from selfspec.model.fused_layer import fuse_layers
 from selfspec.model.layers import decoder_layers
 from selfspec.model.load import check_family
 from selfspec.tree import from_parents
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
     from selfspec.model.target import Target
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ def adopt(target: Target) -> tuple[KVShape, int]:
     model.set_attn_implementation("eager")
     texts = (tokens, torch.cat([prefix, tokens[3:]]))
     plain, plain_far = (model(input_ids=ids[None], use_cache=False).logits[0, -3:].float() for ids in texts)
+    register()
     model.set_attn_implementation(ATTENTION_NAME)
     probe = _probe(target, tokens)
     shapes = set(probe.shapes.values())

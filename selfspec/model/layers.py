@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Module = TypeVar("Module", bound=nn.Module)
 # What a module keeps its hooks in.
@@ -143,6 +145,8 @@ def new_layers(record: dict[str, Any], like: Sequence[int]) -> tuple[nn.ModuleLi
         like: for each new layer, the index of the model's layer of the same kind (dense or experts, full or sliding
             attention).
     """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     config = AutoConfig.for_model(**record)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)

@@ -7,25 +7,25 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_NAME
 
 from selfspec.config import DTYPES, check_dtype
 from selfspec.failures import first_line
 from selfspec.files import check_is_there, check_readable
 from selfspec.model.adapter import merge_adapter
-from selfspec.model.checkpoint import read_model
 from selfspec.model.compact_embedding import compact_embeddings
 from selfspec.model.devices import resolve_device
 from selfspec.model.fuse import can_fuse, fuse
 from selfspec.model.linear_layout import lay_out_linear_layers, layouts
 from selfspec.model.shared_input import merge_layers
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,13 @@ def load_model(
         ValueError: the source is unknown or damaged, or its family cannot be served; the sentence says which.
     """
     resolved_device = resolve_device(device)
+    # After what can be told without transformers, which takes seconds to import.
+    check_is_there(source)
+    from transformers import AutoTokenizer
+    from transformers.utils import SAFE_WEIGHTS_NAME
+
+    from selfspec.model.checkpoint import read_model
+
     check_readable(file for name in ("*.json", "*.safetensors") for file in Path(source).glob(name))
     config = load_config(source, revision)
     check_family(config)
@@ -160,6 +167,8 @@ def load_config(source: str | Path, revision: str | None) -> PretrainedConfig:
         ValueError: there is none.
     """
     check_is_there(source)
+    from transformers import AutoConfig
+
     is_local = Path(source).exists()
     try:
         return AutoConfig.from_pretrained(source, revision=revision)

@@ -8,11 +8,13 @@ Invariant: logits that a head drafts with, or learns from, have the same form as
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Known numbers that replace the LM head's products to find out what the model does to them.
 PROBES = (-1e4, -40.0, -3.0, -0.5, 0.0, 0.25, 1.0, 7.0, 90.0, 1e4)

@@ -15,11 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from selfspec.cache.blocks import CacheRow
 from selfspec.cache.kv import KVCache, KVShape, Places
@@ -34,6 +33,9 @@ from selfspec.model.output import LogitShape
 from selfspec.model.passes import Passes
 from selfspec.model.text_side import TextSide
 from selfspec.tree import CandidateTree, chain
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 

@@ -104,3 +104,13 @@ def test_nothing_turns_without_a_terminal():
     code = "import sys; from selfspec.cli import importing; importing.show_slow_imports(); print(sys.meta_path)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
     assert "SlowImports" not in result.stdout and not result.stderr
+
+
+@pytest.mark.parametrize("names", ["Target", "generate, stream, load_drafter, SamplingParams"])
+def test_the_librarys_own_names_bring_none_of_transformers_models(names: str):
+    """They take most of the seconds, and come with the first target that is loaded."""
+    code = f"import sys; from selfspec import {names}; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
+    imported = set(result.stdout.split())
+    assert "torch" in imported
+    assert not {"transformers.modeling_utils", "torch._dynamo", "sympy", "scipy", "accelerate", "peft"} & imported
