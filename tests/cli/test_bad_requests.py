@@ -57,7 +57,8 @@ TARGETS: dict[str, Case] = {
 }
 COMMANDS = {
     "generate": (SAMPLING, "--drafter"),
-    "chat": (SAMPLING, "--drafter"),
+    # It has no --n.
+    "chat": ({name: case for name, case in SAMPLING.items() if name != "no samples"}, "--drafter"),
     "compare": (SAMPLING, "--drafters"),
     "bench": ({}, "--drafters"),
     "bench-engine": ({}, "--drafter"),
@@ -167,7 +168,7 @@ def test_an_output_that_cannot_be_written_takes_one_line(refuse, prompt_file, pa
         ("generate", ["--seed", "1.5"], "--seed"),
         ("generate", ["--unknown"], "--unknown"),
         ("generate", ["extra"], "extra"),
-        ("chat", ["extra", "more"], "more"),
+        ("chat", ["--n", "0"], "--n"),
         ("demo", ["--max-new-tokens", "0"], "--max-new-tokens"),
         ("bench", ["--per-task", "0"], "--per-task"),
         ("bench-engine", ["--repeats", "0"], "--repeats"),
