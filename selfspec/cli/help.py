@@ -25,22 +25,25 @@ def _word(hint: Any) -> str | None:
     return WORDS.get(hint) if not words else words.pop() if len(words) == 1 else None
 
 
-def _without_value(params: list[Any]) -> list[Any]:
+def _without_types(params: list[Any]) -> list[Any]:
+    """The parameters, as `--help` is to show them: an argument's name says what it is, and `--help` takes nothing."""
     for param in params:
-        if param.name == "help":
+        if param.param_type_name == "argument":
+            param.display_type_rich = lambda ctx: None
+        elif param.name == "help":
             param.metavar = ""
     return params
 
 
 class Command(TyperCommand):
-    """A command whose `--help` is a flag to look at, too."""
+    """A command whose help has no names of Python's types."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _without_value(super().get_params(ctx))
+        return _without_types(super().get_params(ctx))
 
 
 class Group(TyperGroup):
     """Commands of one name, likewise."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _without_value(super().get_params(ctx))
+        return _without_types(super().get_params(ctx))

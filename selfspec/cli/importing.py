@@ -6,6 +6,7 @@ the library, and no command has to think of it.
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -31,17 +32,11 @@ class SlowImports(MetaPathFinder):
             def show(module: ModuleType) -> None:
                 # Without the method set below, the loader is as it was.
                 del loader.exec_module
-                try:
-                    spinner = display.stage(f"importing {SLOW[fullname]}")
-                    spinner.__enter__()
-                except LiveError:
-                    # Older versions of rich have one spinner at a time, and one is turning already.
+                with ExitStack() as spinner:
+                    # Older versions of rich have one spinner at a time.
+                    with suppress(LiveError):
+                        spinner.enter_context(display.stage(f"importing {SLOW[fullname]}"))
                     execute(module)
-                    return
-                try:
-                    execute(module)
-                finally:
-                    spinner.__exit__(None, None, None)
 
             loader.exec_module = show  # type: ignore[method-assign]
         return spec

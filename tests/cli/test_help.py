@@ -60,8 +60,7 @@ def test_every_command_has_its_place_among_the_others() -> None:
 
 def test_options_take_values_with_names_that_people_know_and_defaults_of_no_machine() -> None:
     for name, text in helps():
-        options = "\n".join(line for line in text.splitlines() if re.search(r"│ \W*--", line))
-        assert not re.search(r"<\w+|list\[|None", options), name
+        assert not re.search(r"<\w+|list\[|None", text), name
         assert not re.search(r"default: /", text), name
 
 
