@@ -19,8 +19,8 @@ from selfspec.cli.help import Group
 PANELS = {
     "Try": ("demo", "generate", "chat", "app"),
     "Serve": ("serve",),
-    "Heads": ("data", "train", "import", "export", "verify-head"),
-    "Measure": ("compare", "bench", "bench-runtime", "bench-engine", "bench-serve"),
+    "Heads": ("data", "train", "compare-runs", "import", "export", "verify-head"),
+    "Measure": ("compare", "bench", "bench-runtime", "bench-engine", "bench-serve", "plot"),
     "Machine": ("fetch", "doctor", "plan"),
 }
 PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}

@@ -54,6 +54,25 @@ def register(cli: typer.Typer) -> None:
         from selfspec.serve.sockets import listen, url_of
 
         check_host(host)
+        try:
+            import fastapi  # noqa: F401
+            import prometheus_client  # noqa: F401
+            import uvicorn  # noqa: F401
+        except ImportError as error:
+            raise ValueError(
+                "serving needs fastapi, uvicorn and prometheus-client: pip install 'selfspec[serve]'"
+            ) from error
+
+        from selfspec.model.load import resolve_device
+        from selfspec.serve.remote import RemoteEngine
+        from selfspec.serve.server import listen, run
+        from selfspec.serve.service import Service
+
+        quiet_libraries()
+        capture = open_capture(options)
+        service = Service(source_of(target), options, host=host)
+        if not service.api_keys:
+            warn_if_open(host, "think of --api-key")
         listener = listen(host, port)
         # It turns while libraries are imported and the model is loaded in a thread, and stops when that is ready.
         spinner = ExitStack()

@@ -67,6 +67,9 @@ NAMES: dict[str, DrafterName] = {
     )
 }
 
+# What `auto` tries: drafters with trained heads, by the tokens per target pass of the shipped ones (docs/heads.md).
+BEST = ("eagle", "early_exit", "draft_model", "medusa")
+
 # For help texts.
 FORMS = "auto, none, ngram[:K], truncated:LAYERS, or a trained head: {}, with or without :PATH_OR_ID".format(
     ", ".join(name.name for name in NAMES.values() if name.takes_path)

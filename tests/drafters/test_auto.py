@@ -7,8 +7,8 @@ from support import eagle_head, tiny_target
 
 from selfspec.drafters import NgramDrafter, load_drafter, shipped
 from selfspec.drafters.names import KINDS
-from selfspec.drafters.shipped import BEST, identity
-from selfspec.drafters.specs import NAMES
+from selfspec.drafters.shipped import identity
+from selfspec.drafters.specs import BEST, NAMES
 from selfspec.heads.base import DraftHead
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
 from selfspec.model.target import Target
