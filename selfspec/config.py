@@ -27,8 +27,6 @@ def _is_token_id(value: object) -> bool:
     return (_is_whole(value) or (isinstance(value, str) and value.isdecimal())) and int(value) >= 0  # type: ignore[call-overload]
 
 
-# What drafts where nobody chose.
-DEFAULT_DRAFTER = "ngram"
 # Lower temperatures are greedy.
 MIN_TEMPERATURE = 1e-10
 # Limits of what is added to logits and of what they are multiplied with, because float32 must hold the outcome divided by

@@ -19,7 +19,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 
 from selfspec.api.arguments import DrafterLike, planner_of, resolve_drafter
 from selfspec.api.generation_settings import check_mode, check_model_inputs, refuse, sampling_of
-from selfspec.config import DEFAULT_DRAFTER
 from selfspec.loop.decode import decode
 from selfspec.loop.sequence import Request, check_sampling
 from selfspec.model.attention import ATTENTION_NAME
@@ -35,7 +34,7 @@ def custom_generate(
     stopping_criteria: Sequence[Any],
     generation_config: GenerationConfig,
     *,
-    drafter: DrafterLike = DEFAULT_DRAFTER,
+    drafter: DrafterLike = "auto",
     use_cost_guard: bool = True,
     target: Target | None = None,
     stop_strings: str | Sequence[str] = (),
@@ -48,7 +47,7 @@ def custom_generate(
 
     Args:
         input_ids: [B, T] prompts, padded on the left.
-        drafter: what proposes tokens, or its name.
+        drafter: what proposes tokens, or its name; by default the shipped head that fits the model, or else `ngram`.
         use_cost_guard: draft only as much as measurements say pays; False always drafts all it can.
         target: the model's target, where it was made before; otherwise it is made at the first call and kept.
         stop_strings: strings that end an answer. They need the model's tokenizer, which is found by the model's path; for a
@@ -136,7 +135,7 @@ def _without_padding(input_ids: torch.Tensor, mask: torch.Tensor | None, positio
     for b, size in enumerate(sizes):
         if mask is not None and not mask[b, T - size :].all():
             raise ValueError(
-                f"prompt {b} is padded on the right or between tokens: set the tokenizer's padding_side to 'left'"
+                f"prompt {b} has padding after or between its tokens: set the tokenizer's padding_side to 'left'"
             )
         if positions is not None:
             own = positions[b % len(positions), T - size :]

@@ -1,63 +1,118 @@
-"""The loop of `selfspec chat`: each answer appears as it is decoded, with its acceptance length below it."""
+"""`selfspec chat`: answers appear as they are decoded, with the drafts that were accepted in colour and figures below."""
 
 import sys
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selfspec.api import Completion, stream
-from selfspec.config import SamplingParams
-from selfspec.loop.drafter import Drafter
-from selfspec.model.target import Target
+from selfspec.cli.chat_input import Reader
+from selfspec.cli.chat_state import Chat, run_command
+from selfspec.cli.generate import DrafterOption
+from selfspec.cli.loading import load_quietly, loading
+from selfspec.cli.options import command
+from selfspec.config import DraftOptions, SamplingParams, TargetOptions
 
-WELCOME = "Type a message. /reset starts a new conversation, /quit ends; Ctrl-C stops an answer."
+if TYPE_CHECKING:
+    from selfspec.api import Completion, Piece
+
+WELCOME = 'Type a message; """ begins and ends one of several lines. /help lists commands. Ctrl-C stops an answer.'
+TINY = "The default target is a tiny model: it shows the speed, and is often wrong. --target takes a larger one."
 
 
-def converse(
-    target: Target, *, drafter: Drafter | None, sampling: SamplingParams, use_cost_guard: bool, system: str | None
+def register(cli: typer.Typer) -> None:
+    """Add the command."""
+    # A conversation has one answer at a time, and shows no numbers of its tokens.
+    command(cli, without=("n", "logprobs"), target=TargetOptions, draft=DraftOptions, sampling=SamplingParams)(chat)
+
+
+def chat(
+    *,
+    message: Annotated[str | None, typer.Argument(metavar="MESSAGE", help="the first message, in quotes")] = None,
+    target: TargetOptions,
+    drafter: DrafterOption = "auto",
+    draft: DraftOptions,
+    sampling: SamplingParams,
+    system: Annotated[str | None, typer.Option("--system", help="system message at the start of the conversation")] = None,
 ) -> None:
-    """Answer messages from stdin until it ends or says /quit, in a terminal or in a pipe."""
-    opening = [{"role": "system", "content": system}] if system else []
-    messages = list(opening)
-    is_interactive = sys.stdin.isatty()
-    if is_interactive:
+    """Talk to the target in the terminal.
+
+    Example: selfspec chat "Explain how rainbows form." --temperature 0.7
+    """
+    with loading(target):
+        from selfspec.drafters.options import load_drafter_of
+        from selfspec.loop.sequence import check_sampling
+
+        model = load_quietly(target)
+        if not getattr(model.tokenizer, "chat_template", None):
+            raise ValueError(f"{model.label} has no chat template, so it cannot chat: use selfspec generate")
+        check_sampling(model, sampling)
+        loaded = load_drafter_of(draft, drafter, model)
+    reader = Reader()
+    if reader.is_interactive:
         typer.echo(WELCOME)
-    while (text := _read_message("> " if is_interactive else "")) is not None and text != "/quit":
-        if text == "/reset":
-            messages = list(opening)
-            continue
-        if not text:
-            continue
-        messages.append({"role": "user", "content": text})
-        answer, completion = "", None
-        try:
-            for event in stream(target, messages, drafter=drafter, sampling=sampling, use_cost_guard=use_cost_guard):
-                typer.echo(event.text, nl=False)
-                answer += event.text
-                completion = event.completion
-        except KeyboardInterrupt:
-            typer.echo(" [stopped]", nl=False)
-        except ValueError as error:
-            # For example, the conversation has outgrown the context: it can go on after /reset.
-            messages.pop()
-            typer.echo(f"{error} (/reset starts a new conversation)", err=True)
-            continue
-        messages.append({"role": "assistant", "content": answer})
-        typer.echo()
-        if completion is not None:
-            typer.secho(summary(completion), dim=True)
+        if target.target is None:
+            typer.secho(TINY, dim=True)
+    converse(Chat(model, draft, sampling, drafter=loaded, system=system), reader, message)
 
 
-def summary(completion: Completion) -> str:
-    """The figures under an answer."""
-    num_tokens = len(completion.token_ids)
-    return (
-        f"[{num_tokens} tokens, {num_tokens / completion.seconds:.1f} tokens/s, "
-        f"acceptance length {completion.acceptance_length:.2f}]"
-    )
+def converse(state: Chat, reader: Reader, message: str | None = None) -> None:
+    """Answer messages until there are no more or one of them ends the conversation.
+
+    Args:
+        message: what is said first, before anything is read.
+    """
+    text = message if message is not None else reader.read()
+    while text is not None:
+        if text.startswith("/"):
+            said = run_command(state, text)
+            if said is None:
+                return
+            if said:
+                typer.echo(said)
+        elif text.strip():
+            answer(state, text.strip())
+        text = reader.read()
 
 
-def _read_message(prompt: str) -> str | None:
+def answer(state: Chat, text: str) -> None:
+    """Show the answer to a message as it comes. One that was stopped stays in the conversation as far as it came."""
+    said, completion = "", None
     try:
-        return input(prompt).strip()
-    except EOFError:
-        return None
+        with closing(state.stream(text)) as events:
+            for event in events:
+                for piece in event.pieces:
+                    typer.echo(_marked(piece) if state.has_marks else piece.text, nl=False)
+                    said += piece.text
+                completion = event.completion
+    except KeyboardInterrupt:
+        typer.echo(" [stopped]", nl=False)
+    except ValueError as error:
+        # For example, the conversation has outgrown the context.
+        typer.echo(f"{error} (/reset starts a new conversation)", err=True)
+        return
+    state.note(text, said)
+    if completion is not None and completion.finish_reason == "length":
+        typer.secho(" …", nl=False, dim=True)
+    typer.echo()
+    if completion is not None:
+        typer.secho(summary(completion, state), dim=True)
+    sys.stdout.flush()
+
+
+def _marked(piece: "Piece") -> str:
+    return typer.style(piece.text, fg="green") if piece.source == "draft" else piece.text
+
+
+def summary(completion: "Completion", state: Chat) -> str:
+    """The figures under an answer, and why it is not whole where it was cut."""
+    num_tokens = len(completion.token_ids)
+    line = (
+        f"{num_tokens} tokens, {num_tokens / completion.seconds:.1f} tokens/s, "
+        f"acceptance length {completion.acceptance_length:.2f}, drafter {state.drafter_name}"
+    )
+    if completion.finish_reason == "length":
+        most = state.sampling.max_new_tokens
+        is_at_limit = num_tokens == most
+        line += f"; cut: /set max_new_tokens {2 * most}" if is_at_limit else "; cut, because the context is full: /reset"
+    return f"[{line}]"

@@ -31,10 +31,8 @@ def in_out(*flags: str, help: str) -> Any:
 
 
 def register(cli: typer.Typer) -> None:
-    """Add the two commands."""
+    """Add the command."""
     command(cli, target=TargetOptions, draft=DraftOptions, sampling=SamplingParams)(generate)
-    # A conversation has one answer at a time, and shows no numbers of its tokens.
-    command(cli, without=("n", "logprobs"), target=TargetOptions, draft=DraftOptions, sampling=SamplingParams)(chat)
 
 
 def generate(
@@ -159,28 +157,3 @@ def _write(
     answered = f"{num_prompts} prompt{'' if num_prompts == 1 else 's'} answered"
     # Standard output that has the answers has nothing else.
     typer.echo(f"{place}{answered}, {speed}", err=isinstance(writer, Printer))
-
-
-def chat(
-    *,
-    target: TargetOptions,
-    drafter: DrafterOption = "auto",
-    draft: DraftOptions,
-    sampling: SamplingParams,
-    system: Annotated[str | None, typer.Option("--system", help="system message at the start of the conversation")] = None,
-) -> None:
-    """Talk to the target in the terminal.
-
-    Example: selfspec chat
-
-    Example: selfspec chat Qwen/Qwen3-0.6B --drafter ngram --temperature 0.7
-    """
-    with loading(target):
-        from selfspec.cli.chat import converse
-        from selfspec.drafters.options import load_drafter_of
-        from selfspec.loop.sequence import check_sampling
-
-        model = load_quietly(target)
-        check_sampling(model, sampling)
-        loaded = load_drafter_of(draft, drafter, model)
-    converse(model, drafter=loaded, sampling=sampling, use_cost_guard=not draft.no_cost_guard, system=system)
