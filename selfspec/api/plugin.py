@@ -60,7 +60,10 @@ def custom_generate(
     Raises:
         ValueError: something was asked for that is not served; the sentence names it.
     """
-    streamer = streamer or _streamer_of(sys._getframe(1))
+    kept_back = _kept_back(sys._getframe(1))
+    streamer = streamer or kept_back.get("streamer")
+    if kept_back.get("assistant_model") is not None:
+        refuse("an assistant_model")
     B, T = input_ids.shape
     check_mode(generation_config)
     check_model_inputs(model_inputs)
@@ -144,13 +147,12 @@ def _without_padding(input_ids: torch.Tensor, mask: torch.Tensor | None, positio
     return [row[T - size :].tolist() for row, size in zip(input_ids, sizes, strict=True)]
 
 
-def _streamer_of(frame: FrameType) -> BaseStreamer | None:
-    """The streamer that the caller was given, if it is `generate`, which hands streamers to its own methods alone.
+def _kept_back(frame: FrameType) -> dict[str, Any]:
+    """The arguments of our caller, if it is `generate`, which hands some to its own decoding methods alone.
 
-    Without this the streamer would hear the prompt and then nothing, and whoever reads it would wait for ever.
+    Among them is the streamer. It would hear the prompt and then nothing, and whoever reads it would wait for ever.
     """
-    is_generate = frame.f_code is inspect.unwrap(GenerationMixin.generate).__code__
-    return frame.f_locals["streamer"] if is_generate else None
+    return frame.f_locals if frame.f_code is inspect.unwrap(GenerationMixin.generate).__code__ else {}
 
 
 class _Kept:

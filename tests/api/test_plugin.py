@@ -153,6 +153,7 @@ def test_samples_have_the_distribution_of_generate(model: PreTrainedModel, refer
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 2}, "the generation mode beam_search"),
     "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "the generation mode assisted_generation"),
+    "an assistant": ({"assistant_model": tiny_model("llama")}, "an assistant_model"),
     "scores": ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
     "hidden states": ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
     "a processor": ({"no_repeat_ngram_size": 2}, "the logits processor NoRepeatNGramLogitsProcessor"),
