@@ -23,10 +23,12 @@ from selfspec.api.arguments import (
 from selfspec.api.calls import request_of, requests_of
 from selfspec.api.prompts import Prompt, listed
 from selfspec.engine.engine import SpecEngine
-from selfspec.engine.events import Event
+from selfspec.engine.events import EngineClosed, Event
 from selfspec.loop.answer import Completion, StreamEvent
 from selfspec.loop.sequence import Request
 from selfspec.model.target import Target
+
+CLOSED = "the AsyncEngine was closed: make another, or keep the block open until all is answered"
 
 
 class AsyncEngine:
@@ -145,11 +147,16 @@ class AsyncEngine:
                 # The loop is closed, and nobody is left who could cancel the requests.
                 handle.cancel()
 
-        handle = self._engine.submit(requests, put)
+        try:
+            handle = self._engine.submit(requests, put)
+        except EngineClosed as error:
+            raise EngineClosed(CLOSED) from error
         try:
             num_left = len(requests)
             while num_left:
                 event = await events.get()
+                if isinstance(event.error, EngineClosed):
+                    raise EngineClosed(CLOSED) from event.error
                 if event.error is not None:
                     raise event.error
                 num_left -= event.is_last

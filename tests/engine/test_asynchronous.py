@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from selfspec import AsyncEngine, Completion, SamplingParams, StreamEvent, Target, generate, stream
 from selfspec.engine import EngineClosed, EngineFull
+from selfspec.engine.asynchronous import CLOSED
 from selfspec.loop.batch import Batch
 from selfspec.loop.drafter import Drafter, Proposal
 from selfspec.tree import chain
@@ -187,13 +188,15 @@ def test_closing_in_the_middle_ends_every_answer_with_a_sentence(target: Target)
         await until(lambda: engine.num_running == 2 and engine.num_waiting == 2)
         await engine.aclose()
         await engine.aclose()
-        with pytest.raises(EngineClosed):
+        with pytest.raises(EngineClosed, match=CLOSED):
             await engine.generate("the cat")
-        with pytest.raises(EngineClosed):
+        with pytest.raises(EngineClosed, match=CLOSED):
             await anext(engine.stream("the cat"))
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    assert [type(result) for result in asyncio.run(main())] == [EngineClosed] * 4
+    results = asyncio.run(main())
+    assert [type(result) for result in results] == [EngineClosed] * 4
+    assert {str(result) for result in results} == {CLOSED}
 
 
 def test_an_error_in_the_block_closes_the_engine(target: Target) -> None:
@@ -204,7 +207,7 @@ def test_an_error_in_the_block_closes_the_engine(target: Target) -> None:
         return engine
 
     engine = asyncio.run(main())
-    with pytest.raises(EngineClosed):
+    with pytest.raises(EngineClosed, match=CLOSED):
         asyncio.run(engine.generate("the cat"))
 
 

@@ -136,6 +136,36 @@ def test_text_is_shown_at_once_and_never_half_a_character(ids: list[int]) -> Non
 
 
 @PROPERTY
+@given(random_ids | text_ids, step_sizes, st.sampled_from([(), ("the",), ("afé", "fé…"), ("語🙂",)]))
+def test_text_by_token_is_the_text_whose_tokens_are_in_order(
+    ids: list[int], sizes: list[int], stop: tuple[str, ...]
+) -> None:
+    """And where nothing is held back, a token's part is what it adds to the settled text."""
+    _, expected, num_pushed = run(BYTE_LEVEL, ids, stop, sizes)
+    text_stream, parts, pieces = TextStream(BYTE_LEVEL, stop), [], []
+    sizes, left = list(sizes) * len(ids), 0
+    for number, token in enumerate(ids[:num_pushed]):
+        is_stopped = text_stream.push(token)
+        left += 1
+        if not is_stopped and left == sizes[0]:
+            parts.append(text_stream.take_by_token())
+            sizes, left = sizes[1:], 0
+    text_stream.finish()
+    parts.append(text_stream.take_by_token(is_last=True))
+    pieces = ["".join(text for _, text in part) for part in parts]
+    assert pieces == expected
+    numbers = [number for part in parts for number, text in part if text]
+    assert numbers == sorted(numbers) and len(numbers) == sum(map(len, parts))
+    if not stop:
+        by_token = dict.fromkeys(numbers, "")
+        for number, text in (pair for part in parts for pair in part):
+            by_token[number] += text
+        for number in numbers[:-1]:
+            before, after = settled(BYTE_LEVEL, ids[:number]), settled(BYTE_LEVEL, ids[: number + 1])
+            assert after == before + by_token[number]
+
+
+@PROPERTY
 @given(random_ids | text_ids, step_sizes, st.data())
 def test_text_ends_before_the_stop_string_at_the_token_that_completes_it(
     ids: list[int], sizes: list[int], data: st.DataObject
