@@ -144,7 +144,7 @@ def test_text_by_token_is_the_text_whose_tokens_are_in_order(
     _, expected, num_pushed = run(BYTE_LEVEL, ids, stop, sizes)
     text_stream, parts, pieces = TextStream(BYTE_LEVEL, stop), [], []
     sizes, left = list(sizes) * len(ids), 0
-    for number, token in enumerate(ids[:num_pushed]):
+    for token in ids[:num_pushed]:
         is_stopped = text_stream.push(token)
         left += 1
         if not is_stopped and left == sizes[0]:
