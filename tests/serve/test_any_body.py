@@ -12,6 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from live_server import LiveServer
 
+from selfspec.serve.messages import MessagesRequest
+from selfspec.serve.protocol import ChatRequest, CompletionRequest
+from selfspec.serve.responses import ResponsesRequest
+
 ROUTES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": "the cat"}], "max_tokens": 2},
     "/v1/completions": {"model": "tiny", "prompt": "the cat", "max_tokens": 2},
@@ -41,40 +45,20 @@ ROUTES: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"model": "tiny", "messages": [{"role": "user", "content": "the cat"}], "system": "sat"},
 }
 # Fields and values that mean something somewhere, so that some bodies come far.
-WORDS = [
-    "tools",
-    "tool_choice",
-    "stream",
-    "temperature",
-    "top_k",
-    "stop",
-    "thinking",
-    "metadata",
-    "reasoning",
-    "include",
-    "store",
-    "type",
-    "text",
-    "input_text",
-    "function",
-    "name",
-    "parameters",
-    "input_schema",
-    "role",
+FIELDS = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *ResponsesRequest.model_fields}
+WORDS = sorted({*FIELDS, *MessagesRequest.model_fields, *ResponsesRequest.REFUSED, *MessagesRequest.REFUSED})
+WORDS += ["type", "text", "input_text", "function", "name", "parameters", "input_schema", "role", "content", "id", "format"]
+WORDS += [
     "user",
     "assistant",
-    "content",
     "auto",
-    "none",
     "required",
     "any",
     "json_schema",
     "schema",
-    "format",
     "tool_use",
     "tool_result",
     "function_call",
-    "id",
 ]
 LEAVES = (
     st.none()
