@@ -37,7 +37,7 @@ def test_python_examples_run(server: LiveServer, example: str, capsys: pytest.Ca
 
 @pytest.mark.parametrize("example", CURL, ids=lambda example: example.split()[1])
 def test_curl_lines_are_answered(server: LiveServer, example: str) -> None:
-    _, url, *options = shlex.split(here(example, server))
+    _, url, *options = shlex.split(here(example, server).replace("\\\n", ""))
     given = list(zip(options[::2], options[1::2], strict=True))
     headers = dict(value.split(": ", 1) for name, value in given if name == "-H")
     [body] = [value for name, value in given if name == "-d"]
