@@ -16,9 +16,10 @@ from fastapi import Request
 from pydantic import ValidationError
 
 from selfspec.serve.errors import ApiError, field_of, invalid
+from selfspec.serve.fields import ProtocolObject
 from selfspec.serve.limits import BODY_SECONDS, Limits
 from selfspec.serve.messages import CountRequest
-from selfspec.serve.protocol import ChatRequest, ProtocolObject
+from selfspec.serve.protocol import ChatRequest
 from selfspec.serve.responses import ResponsesRequest
 
 Form = TypeVar("Form", bound=ProtocolObject)

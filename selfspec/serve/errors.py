@@ -16,7 +16,8 @@ from starlette.exceptions import HTTPException
 
 from selfspec.engine import EngineClosed, EngineFull
 from selfspec.failures import describe
-from selfspec.serve.protocol import FORMS, ChatRequest, CompletionRequest, HeadRequest, ProtocolObject
+from selfspec.serve.fields import FORMS, ProtocolObject
+from selfspec.serve.protocol import ChatRequest, CompletionRequest, HeadRequest
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 # What Anthropic's API calls errors; other statuses of the client's fault are invalid requests.

@@ -7,10 +7,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from selfspec.serve.limits import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS
-from selfspec.serve.protocol import (
+from selfspec.serve.fields import (
     FIRST_ERROR,
     MAX_TOP_K,
+    NO_TOOLS,
+    TEMPLATE_DECIDES,
     Number,
     Object,
     ProtocolObject,
@@ -18,6 +19,7 @@ from selfspec.serve.protocol import (
     TextOrObjects,
     at_most,
 )
+from selfspec.serve.limits import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS
 from selfspec.serve.turns import Turns, string, text_of_parts, tool
 
 TEXT = {"text": "text"}
@@ -38,7 +40,7 @@ class CountRequest(ProtocolObject):
     }
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
         "container": ((), "the server runs no code: leave it out"),
-        "mcp_servers": (([],), "the server runs no tools itself: leave it out"),
+        "mcp_servers": (([],), NO_TOOLS),
         "context_management": ((), "messages are used as they come: leave it out"),
         "speed": (("standard",), "there is one speed: leave it out"),
     }
@@ -57,10 +59,8 @@ class CountRequest(ProtocolObject):
     @model_validator(mode="after")
     def _check(self) -> CountRequest:
         if self.thinking is not None and self.thinking.get("type") not in THINKING:
-            raise ValueError(
-                f"thinking of type {self.thinking.get('type')!r} is not served here, because the model's chat template "
-                "decides how it thinks: leave it out, or set chat_template_kwargs"
-            )
+            kind = self.thinking.get("type")
+            raise ValueError(f"thinking of type {kind!r} is not served here, because {TEMPLATE_DECIDES}")
         for name, value in (self.output_config or {}).items():
             if name != "format" and value is not None:
                 raise ValueError(f"output_config has {name}, which is not served here: leave it out")

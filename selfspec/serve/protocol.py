@@ -5,164 +5,33 @@ A field that would change the answer and is not served is refused, never ignored
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from selfspec.config import SamplingParams
-from selfspec.serve.limits import (
-    MAX_BIASES,
-    MAX_DEPTH,
-    MAX_FIELDS,
-    MAX_FORM_LENGTH,
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MAX_STOP_LENGTH,
-    MAX_STOP_TOKENS,
-    MAX_STOPS,
-    MAX_TOOLS,
+from selfspec.serve.fields import (
+    FIRST_ERROR,
+    FORM_GOES_ELSEWHERE,
+    MAX_TOP_K,
+    NO_TOOLS,
+    STRICT,
+    TEMPLATE_DECIDES,
+    TEXT_ALONE,
+    FormText,
+    Name,
+    Number,
+    Object,
+    Prompt,
+    ProtocolObject,
+    StopString,
+    Text,
+    at_most,
+    check_object,
+    check_text,
 )
-
-# Strict, because pydantic would otherwise read text as numbers and hide a client's mistake.
-STRICT = ConfigDict(extra="forbid", strict=True)
-# A larger number of tokens to choose from is the whole vocabulary of any model.
-MAX_TOP_K = 2**31 - 1
-# JSON can hold halves of surrogate pairs, and neither tokenizers nor files take them.
-NOT_TEXT = "this text cannot be encoded: send valid Unicode, without halves of surrogate pairs"
-# What fields of several forms take, in words: pydantic would name the first form alone.
-FORMS = {
-    "prompt": "give text, a list of texts, a list of token ids, or a list of lists of token ids",
-    "stop": f"give a string, or a list of at most {MAX_STOPS} strings, each of at most {MAX_STOP_LENGTH} characters",
-    "tool_choice": 'give \'none\' or \'auto\', \'required\', or {"type": "function", "function": {"name": ...}}',
-    "content": 'give text, or a list of parts such as {"type": "text", "text": "..."}',
-}
-
-
-def _check_text(text: str) -> str:
-    """Refuse text that cannot be encoded."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(NOT_TEXT) from None
-    return text
-
-
-def _check_stop(text: str) -> str:
-    if len(text) > MAX_STOP_LENGTH:
-        raise ValueError(f"this string has {len(text)} characters: use at most {MAX_STOP_LENGTH}")
-    return text
-
-
-def _check_object(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse JSON that is nested too deeply, or that holds text which cannot be encoded."""
-    layer: list[Any] = [value]
-    for _ in range(MAX_DEPTH + 1):
-        below: list[Any] = []
-        for each in layer:
-            if isinstance(each, dict):
-                below += [*each, *each.values()]
-            elif isinstance(each, list):
-                below += each
-            elif isinstance(each, str):
-                _check_text(each)
-        layer = below
-        if not layer:
-            return value
-    raise ValueError(f"this is nested too deeply: use at most {MAX_DEPTH} levels")
-
-
-Prompt = str | list[str] | list[int] | list[list[int]]
-
-
-def _check_prompt(prompt: Any) -> Prompt:
-    """Refuse what is no form of a prompt. Only sets of types are compared, because there may be a context full of ids."""
-    kinds = set(map(type, prompt)) if isinstance(prompt, list) else None
-    is_ids = kinds == {list} and all(set(map(type, part)) <= {int} for part in prompt)
-    if not (isinstance(prompt, str) or kinds in (set(), {str}, {int}) or is_ids):
-        raise ValueError(FORMS["prompt"])
-    for text in [prompt] if isinstance(prompt, str) else prompt if kinds == {str} else []:
-        _check_text(text)
-    return prompt
-
-
-def _check_text_or_objects(value: Any) -> str | list[dict[str, Any]]:
-    """Refuse what is neither text nor a list of objects."""
-    if isinstance(value, str):
-        return _check_text(value)
-    if not isinstance(value, list) or not value:
-        raise ValueError("give text, or a list of objects that is not empty")
-    if len(value) > MAX_MESSAGES:
-        raise ValueError(f"this has {len(value)} entries: give at most {MAX_MESSAGES}")
-    for number, each in enumerate(value):
-        if not isinstance(each, dict):
-            raise ValueError(f"entry {number} is no object: give an object, or text in place of the list")
-        _check_object(each)
-    return value
-
-
-def _check_name(name: str) -> str:
-    """Refuse a drafter's name that could not stand in a path, because that is how it is unloaded."""
-    if not re.fullmatch(r"[\w.:@+-]+(/[\w.:@+-]+)*", name, re.ASCII):
-        raise ValueError("use letters, digits and . _ - : @ +, with single slashes between them")
-    return name
-
-
-def at_most(limit: int) -> BeforeValidator:
-    """Refuse a longer list or object before anything in it is looked at."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, dict | list) and len(value) > limit:
-            raise ValueError(f"this has {len(value)} entries: give at most {limit}")
-        return value
-
-    return BeforeValidator(check)
-
-
-# Only the first mistake of a request is told.
-FIRST_ERROR = Field(fail_fast=True)
-# JSON has one kind of number.
-Number = Annotated[float, Field(strict=False, allow_inf_nan=False)]
-Text = Annotated[str, AfterValidator(_check_text)]
-Object = Annotated[dict[str, Any], AfterValidator(_check_object)]
-TextOrObjects = Annotated[str | list[dict[str, Any]], PlainValidator(_check_text_or_objects)]
-StopString = Annotated[Text, AfterValidator(_check_stop)]
-FormText = Annotated[str, Field(min_length=1, max_length=MAX_FORM_LENGTH)]
-
-
-class ProtocolObject(BaseModel):
-    """An object of the protocol. It has few fields: pydantic would make an error of each one that is unknown.
-
-    Attributes:
-        REFUSED: fields that other servers know: the values that ask for nothing, and why others are refused.
-    """
-
-    model_config = STRICT
-    REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_names(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        if len(value) > MAX_FIELDS:
-            raise ValueError(f"this object has {len(value)} fields: send at most {MAX_FIELDS}")
-        for name in cls.REFUSED.keys() & value:
-            harmless, reason = cls.REFUSED[name]
-            given = value[name]
-            if given is not None and not any(type(given) is type(each) and given == each for each in harmless):
-                raise ValueError(f"{name} is not served here, because {reason}")
-        return {name: each for name, each in value.items() if name not in cls.REFUSED} if cls.REFUSED else value
+from selfspec.serve.limits import MAX_BIASES, MAX_MESSAGES, MAX_PARTS, MAX_STOP_TOKENS, MAX_STOPS, MAX_TOOLS
 
 
 class StreamOptions(ProtocolObject):
@@ -311,7 +180,7 @@ class Message(ProtocolObject):
     @classmethod
     def _join_parts(cls, content: str | list[dict[str, Any]] | None) -> str | None:
         if not isinstance(content, list):
-            return content if content is None else _check_text(content)
+            return content if content is None else check_text(content)
         if not content:
             raise ValueError("the list of parts is empty: give at least one")
         texts = [part.get("text") for part in content if part.get("type") == "text"]
@@ -321,7 +190,7 @@ class Message(ProtocolObject):
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:
-        others = _check_object(self.model_extra or {})
+        others = check_object(self.model_extra or {})
         is_call = self.role == "assistant" and (others.get("tool_calls") or others.get("function_call"))
         if self.content is None and not is_call:
             raise ValueError(f"this {self.role} message has no content: give it text")
@@ -350,6 +219,21 @@ class NamedTool(BaseModel):
 class ChatRequest(_Request):
     """POST /v1/chat/completions."""
 
+    REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        "reasoning_effort": ((), TEMPLATE_DECIDES),
+        "verbosity": (("medium",), "the model decides how much it says: leave it out"),
+        "modalities": ((["text"],), TEXT_ALONE),
+        "audio": ((), TEXT_ALONE),
+        "functions": (([],), "tools have their place: send those"),
+        "function_call": ((), "tool_choice has its place: send that"),
+        "web_search_options": ((), NO_TOOLS),
+        "continue_final_message": ((False,), "a message of the assistant is not continued: leave it out"),
+        **dict.fromkeys(
+            ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+            ((), FORM_GOES_ELSEWHERE),
+        ),
+    }
+
     messages: Annotated[list[Message], Field(min_length=1), FIRST_ERROR, at_most(MAX_MESSAGES)]
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = 0
@@ -357,6 +241,8 @@ class ChatRequest(_Request):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Object | None = None
+    # What the answer may be like, which changes nothing of it.
+    prediction: Object | None = None
 
     def for_template(self) -> list[dict[str, Any]]:
         """The messages as chat templates know them."""
@@ -398,7 +284,7 @@ class ChatRequest(_Request):
 class CompletionRequest(_Request):
     """POST /v1/completions."""
 
-    prompt: Annotated[Prompt, PlainValidator(_check_prompt)]
+    prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = False
     suffix: Literal[""] | None = None
@@ -422,7 +308,7 @@ class HeadRequest(ProtocolObject):
     """POST /v1/heads: a drafter as the command line names it, and the name that requests use."""
 
     drafter: str
-    name: Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_check_name)] | None = None
+    name: Name | None = None
 
 
 def _or(value: Any, default: Any) -> Any:

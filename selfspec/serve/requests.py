@@ -11,7 +11,8 @@ from selfspec.loop.sequence import PromptTooLong, Request, check_sampling
 from selfspec.model.chat import LiteralText, check_arguments, reads_tools
 from selfspec.model.text_side import TextSide
 from selfspec.serve.errors import ApiError, field_of
-from selfspec.serve.protocol import NOT_TEXT, ChatRequest, CompletionRequest
+from selfspec.serve.fields import NOT_TEXT
+from selfspec.serve.protocol import ChatRequest, CompletionRequest
 
 # The word that OpenAI's clients look for.
 TOO_LONG = "context_length_exceeded"

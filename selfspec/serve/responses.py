@@ -6,8 +6,18 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from selfspec.serve.fields import (
+    FIRST_ERROR,
+    NO_TOOLS,
+    TEMPLATE_DECIDES,
+    Number,
+    Object,
+    ProtocolObject,
+    Text,
+    TextOrObjects,
+    at_most,
+)
 from selfspec.serve.limits import MAX_TOOLS
-from selfspec.serve.protocol import FIRST_ERROR, Number, Object, ProtocolObject, Text, TextOrObjects, at_most
 from selfspec.serve.turns import Turns, string, text_of_parts, tool
 
 NOTHING_IS_KEPT = "no response is kept: send the whole conversation as input"
@@ -38,7 +48,7 @@ class ResponsesRequest(ProtocolObject):
         "background": ((False,), "a response is written while its client waits: leave it out"),
         "truncation": (("disabled",), "an input that is too long is refused and never cut: leave it out"),
         "context_management": (([],), "the input is used as it comes: leave it out"),
-        "max_tool_calls": ((), "the server runs no tools itself: leave it out"),
+        "max_tool_calls": ((), NO_TOOLS),
         "top_logprobs": ((0,), "only /v1/chat/completions gives log-probabilities: leave it out"),
         "moderation": ((), "there is no moderation: leave it out"),
     }
@@ -75,10 +85,7 @@ class ResponsesRequest(ProtocolObject):
     @model_validator(mode="after")
     def _check(self) -> ResponsesRequest:
         if any(value is not None for value in (self.reasoning or {}).values()):
-            raise ValueError(
-                "reasoning is not served here, because the model's chat template decides how it thinks: leave it out, or "
-                "set chat_template_kwargs"
-            )
+            raise ValueError(f"reasoning is not served here, because {TEMPLATE_DECIDES}")
         # There is no encrypted reasoning, because the reasoning itself is in the answer.
         unknown = [name for name in self.include or [] if name != "reasoning.encrypted_content"]
         if unknown:

@@ -85,6 +85,7 @@ class Soak:
         acts: dict[Callable[[httpx.AsyncClient], Awaitable[str]], int] = {
             self._whole: 4,
             self._stream: 4,
+            self._other_api: 2,
             self._read_slowly: 1,
             self._leave_stream: 3,
             self._give_up: 2,
@@ -119,6 +120,20 @@ class Soak:
         if answer.status_code != 200:
             return self._refused(answer.status_code, answer.text)
         return self._judge(case, answer.json()["choices"][0]["message"]["content"], body)
+
+    async def _other_api(self, http: httpx.AsyncClient) -> str:
+        """The same, asked for as responses or as messages."""
+        case, body = self._request()
+        path, asked = "/v1/messages", body
+        if self.rng.random() < 0.5:
+            names = {"messages": "input", "max_tokens": "max_output_tokens"}
+            path, asked = "/v1/responses", {names.get(name, name): value for name, value in body.items()}
+        answer = await http.post(path, json=asked)
+        if answer.status_code != 200:
+            return self._refused(answer.status_code, answer.text)
+        record = answer.json()
+        [block] = record["content"] if "content" in record else record["output"][0]["content"]
+        return self._judge(case, block["text"], body)
 
     async def _stream(self, http: httpx.AsyncClient, *, pause: float = 0.0, most: int = sys.maxsize) -> str:
         case, body = self._request(stream=True)

@@ -276,6 +276,13 @@ def test_tools_reach_the_chat_template_and_answers_stay_as_they_are(
     assert answer.choices[0].message.tool_calls is None
 
 
+def test_what_asks_for_nothing_changes_nothing(post: Post) -> None:
+    nothing = {"functions": [], "modalities": ["text"], "verbosity": "medium", "reasoning_effort": None}
+    hint = {"prediction": {"type": "content", "content": "the cat"}}
+    answers = [post(**CHAT, temperature=0, **more).json()["choices"] for more in ({}, nothing, hint)]
+    assert answers[0] == answers[1] == answers[2]
+
+
 def test_parts_and_developers_read_as_texts_and_systems(post: Post) -> None:
     parts = [{"type": "text", "text": "the dog sat "}, {"type": "text", "text": "on the mat"}]
     messages = [{"role": "developer", "content": parts}, MESSAGES[1]]

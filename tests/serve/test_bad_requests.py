@@ -207,6 +207,15 @@ OF_CHATS: dict[str, Case] = {
         "chat_template_kwargs",
         "add_generation_prompt, which is set for every prompt: leave it out",
     ),
+    "effort": ({"reasoning_effort": "low"}, "reasoning_effort", "the model's chat template decides how it thinks"),
+    "functions": (
+        {"functions": [{"name": "a"}]},
+        "functions",
+        "is not served here, because tools have their place",
+    ),
+    "sound": ({"modalities": ["text", "audio"]}, "modalities", "an answer is text: leave it out"),
+    "another server's form": ({"guided_json": {}}, "guided_json", "response_format has its place: send the form there"),
+    "begun answer": ({"continue_final_message": True}, "continue_final_message", "is not continued: leave it out"),
     "template arguments nested deeply": ({"chat_template_kwargs": nested(500)}, "chat_template_kwargs", "nested too deeply"),
 }
 A_PROMPT = "give text, a list of texts, a list of token ids, or a list of lists of token ids"

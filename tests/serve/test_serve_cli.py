@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,7 +18,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from selfspec.cli.serve import register
+from selfspec.cli.serve import first_steps, register
+from selfspec.model.target import Target
 
 PROGRAM = "import test_serve_cli; test_serve_cli.command()()"
 ENDLESS = {"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 3000, "ignore_eos": True, "stream": True}
@@ -78,19 +81,25 @@ def test_sigterm_lets_running_answers_end(serve: Callable[..., subprocess.Popen[
 
 
 def test_requests_and_the_end_are_logged(serve: Callable[..., subprocess.Popen[str]]) -> None:
+    """After the address come the routes and a request to paste."""
     process = serve("--served-name", "mine")
     url = address(process)
     body = {"model": "mine", "prompt": "the cat", "max_tokens": 2, "ignore_eos": True}
     assert httpx.post(f"{url}/completions", json=body, timeout=60).status_code == 200
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=30)
+    *routes, example = out.splitlines()
+    assert all(route in " ".join(routes) for route in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/health"))
+    assert example.startswith(f"try:  curl {url}/chat/completions -H 'Content-Type: application/json' -d '{{")
+    assert json.loads(shlex.split(example)[-1])["model"] == "mine"
     request, end = err.splitlines()
     assert " INFO POST /v1/completions 200 in " in request and "+2 tokens, req-" in request
+    assert re.search(r" ms, first token after \d+ ms, [\d.]+ tokens/s, acceptance length [\d.]+, \d+\+2 tokens", request)
     assert end.endswith(" INFO SIGTERM: waiting for the running answers")
 
 
 def test_time_for_running_answers_ends(serve: Callable[..., subprocess.Popen[str]]) -> None:
-    process = serve("--drain-seconds", "0.1", "--served-name", "mine")
+    process = serve("--drain-seconds", "0.1", "--served-name", "mine", "--no-request-log")
     url = address(process)
     with (
         httpx.Client(timeout=60) as client,
@@ -101,7 +110,18 @@ def test_time_for_running_answers_ends(serve: Callable[..., subprocess.Popen[str
         process.send_signal(signal.SIGINT)
         rest = [line for line in lines if line]
     assert "shutting down" in rest[-1]
-    assert process.wait(30) == 0
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0 and "POST" not in err and "SIGINT: waiting" in err
+
+
+def test_the_example_is_one_that_the_model_and_the_server_take(tiny_target_dir: Path) -> None:
+    side = Target.from_pretrained(tiny_target_dir).text_side()
+    keyed = first_steps("http://[::1]:80", "it's", has_key=True, text_side=side).splitlines()[-1]
+    words = shlex.split(keyed.removeprefix("try:  "))
+    assert words[1] == "http://[::1]:80/v1/chat/completions" and "Authorization: Bearer $SELFSPEC_API_KEY" in words
+    assert json.loads(words[-1])["model"] == "it's"
+    side.tokenizer.chat_template = None
+    assert "/v1/completions -H" in first_steps("http://a", "m", has_key=False, text_side=side)
 
 
 def engine_of(process: subprocess.Popen[str]) -> int:
