@@ -11,7 +11,7 @@ import gradio as gr
 
 from selfspec.app import render
 from selfspec.app.controls import Controls
-from selfspec.app.events import AT_ONCE, RACING, Updates, html
+from selfspec.app.events import AT_ONCE, DRAWING, RACING, Updates, html
 from selfspec.app.frame import WHY
 from selfspec.app.races import Messages, Outcome, Races, View
 from selfspec.app.settings import ALONE, CHAT, Settings
@@ -49,7 +49,8 @@ class CompareTab:
         self._controls.lay_out_settings()
         self.drafters = self._controls.drafters
         self._connect()
-        self._columns.select(self._pick, picked, [picked, tabs], **AT_ONCE)
+        # Through the queue, because a state that changes outside it tells nobody.
+        self._columns.select(self._pick, picked, [picked, tabs], **DRAWING)
 
     def _lay_out_results(self, *, has_target: bool) -> None:
         # The key to the race that is kept for a page that is loaded anew.
@@ -214,7 +215,7 @@ class CompareTab:
             self._forget: gr.Button(visible=False),
         }
 
-    def _pick(self, event: gr.EventData, picked: tuple[str, int, int] | None) -> Updates | tuple[Any, Any]:
+    def _pick(self, event: gr.EventData, picked: tuple[str, int, int] | None) -> tuple[tuple[str, int, int], gr.Tabs]:
         """Show a step under Why. The serial number makes the same step, chosen again, a change."""
         serial = picked[2] + 1 if picked else 0
         return (event.lane, event.step, serial), gr.Tabs(selected=WHY)
