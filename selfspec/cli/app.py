@@ -1,12 +1,10 @@
 """`selfspec app`: the page on which drafters race."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from selfspec.app.address import api_of
-from selfspec.cli.hosts import check_host, warn_if_open
-from selfspec.cli.loading import loading
+from selfspec.cli.hosts import check_host, check_port, warn_if_open
 from selfspec.cli.options import command, quiet_libraries
 from selfspec.config import TargetOptions
 
@@ -36,25 +34,27 @@ def register(cli: typer.Typer) -> None:
         Example: selfspec app --server http://127.0.0.1:8000/v1
         """
         check_host(host)
-        if server is not None:
-            api_of(server)
-            if target.target is not None:
-                raise ValueError("--target and --server exclude each other: a server has its own target")
+        check_port(host, port)
+        if server is not None and target.target is not None:
+            raise ValueError("--target and --server exclude each other: a server has its own target")
+        name = f"the server at {server}" if server is not None else source_of(target)
+        typer.echo(f"selfspec app: importing gradio and torch, then loading {name} …")
         try:
             import gradio  # noqa: F401
         except ImportError as error:
             raise ValueError("the page needs gradio: pip install 'selfspec[app]'") from error
 
-        from selfspec.app.main import serve
         from selfspec.app.remote import Server
+
+        warn_if_open(host, "the page has no password, so put it behind a proxy that asks for one, or leave out --host")
+        source: Any = Server(server, api_key) if server is not None else None
+
+        from selfspec.app.main import serve
+        from selfspec.cli import display
         from selfspec.drafters.options import load_target
 
         quiet_libraries()
-        warn_if_open(host, "the page has no password, so put it behind a proxy that asks for one, or leave out --host")
-        if server is not None:
-            page = serve(Server(server, api_key), host=host, port=port)
-        else:
-            with loading(target):
-                page = serve(load_target(target), host=host, port=port)
-        typer.echo(f"{page.local_url} (Ctrl-C ends it)")
+        with display.stage(f"loading {name} and warming up"):
+            page = serve(source or load_target(target), host=host, port=port)
+        typer.echo(f"selfspec app: {page.local_url} (Ctrl-C ends it)")
         page.block_thread()

@@ -1,7 +1,7 @@
 """How much a race's speed-ups vary from race to race, with level clocks and each alone: `python tests/app/spread.py`.
 
-It races plain decoding, ngram and EAGLE over the default target, 7 times each way in turn, 32 tokens each. It prints the median
-of each drafter's decoding speed over plain decoding, its range, and its spread: the median distance from the median.
+It races plain decoding, ngram and EAGLE over the default target, 7 times each way in turn, 32 tokens each. It prints the
+median of each drafter's decoding speed over plain decoding, its range, and its spread: the median distance from the median.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 from statistics import median
+
+import typer
 
 from selfspec import Target
 from selfspec.app.local_races import LocalRaces
@@ -42,12 +44,14 @@ def main() -> None:
                 prompt=EXAMPLES[options.example], drafters=DRAFTERS, timing=timing, max_new_tokens=options.max_new_tokens
             )
             rows.append(speedups(races, settings))
-            print(f"race {number + 1}, {timing}, load {os.getloadavg()[0]:.1f}: {rows[-1]}", flush=True)
+            typer.echo(f"race {number + 1}, {timing}, load {os.getloadavg()[0]:.1f}: {rows[-1]}")
     for timing, rows in found.items():
         for name, values in zip(DRAFTERS, zip(*rows, strict=True), strict=True):
             middle = median(values)
             spread = median(abs(value - middle) for value in values) / middle
-            print(f"{timing:6} {name:6} median {middle:.2f}, {min(values):.2f} to {max(values):.2f}, spread {spread:.1%}")
+            typer.echo(
+                f"{timing:6} {name:6} median {middle:.2f}, {min(values):.2f} to {max(values):.2f}, spread {spread:.1%}"
+            )
 
 
 if __name__ == "__main__":

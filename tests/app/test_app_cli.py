@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -68,6 +71,28 @@ def test_a_wrong_server_is_one_line(cli, served, args, problem):
     result = CliRunner().invoke(cli, ["app", *args])
     assert result.exit_code == 1 and problem in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_taken_port_is_one_line_before_anything_is_loaded(cli, served):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(cli, ["app", "--port", str(port)])
+    assert result.exit_code == 1 and f"port {port} of 127.0.0.1 is taken: give another --port" in result.stderr
+    assert len(result.stderr.splitlines()) == 1 and not result.stdout and not served
+
+
+def test_it_says_at_once_what_it_does(tiny_target_dir):
+    """In a process of its own, where nothing is imported yet."""
+    command = [sys.executable, "-m", "selfspec", "app", "--target", str(tiny_target_dir), "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        line = process.stdout.readline()
+        loaded = Path(f"/proc/{process.pid}/maps")
+        is_early = not loaded.exists() or "libtorch_cpu" not in loaded.read_text()
+        process.kill()
+    assert line == f"selfspec app: importing gradio and torch, then loading {tiny_target_dir} …\n"
+    assert is_early
 
 
 def test_without_gradio_it_says_what_to_install(cli, monkeypatch):
