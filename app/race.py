@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from typing import Protocol, cast
+from typing import Protocol, TypeAlias, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -39,7 +39,7 @@ class Timed(Protocol):
 
 
 # A drafter that takes part; None decodes plainly. transformers' own `generate` takes part as its model.
-Racer = Drafter | PreTrainedModel | None
+Racer: TypeAlias = Drafter | PreTrainedModel | None
 Contestant = tuple[Column, Racer]
 
 

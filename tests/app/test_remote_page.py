@@ -75,7 +75,7 @@ def test_the_servers_columns_stream_and_turn_out_identical(page, address):
     answers = page.eval_on_selector_all(".race .answer", "all => all.map(answer => answer.textContent)")
     assert len(set(answers)) == 1 and answers[0]
     assert "×" in page.inner_text(".race section:nth-child(2) .figures")
-    assert "models/tiny" in page.inner_text(".heading")
+    assert page.inner_text(".heading b") == "tiny"
     assert page.locator("#alone").count() == 0 or page.is_hidden("#alone")
     page.click("#replay")
     page.wait_for_selector("#message >> text=Replayed from the recorded steps")
