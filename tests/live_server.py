@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 
 import httpx
 import uvicorn
@@ -16,13 +18,20 @@ from selfspec.serve.sockets import listen
 
 
 class LiveServer:
-    """A server on a port of this machine, in threads of this process."""
+    """A server on a port of this machine, in threads of this process.
 
-    def __init__(self, service: Service) -> None:
+    Args:
+        mount: mounts a page that is given the server's address and keys.
+    """
+
+    def __init__(self, service: Service, mount: Callable[..., None] | None = None) -> None:
         listener = listen("127.0.0.1", 0)
         self.service = service
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        config = uvicorn.Config(create_app(service), lifespan="off", log_config=None, timeout_graceful_shutdown=5)
+        add_page = None if mount is None else partial(mount, url=self.url, api_keys=service.api_keys)
+        lifespan = "off" if mount is None else "on"
+        app = create_app(service, add_page)
+        config = uvicorn.Config(app, lifespan=lifespan, log_config=None, timeout_graceful_shutdown=5)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
         self._thread.start()
