@@ -44,16 +44,19 @@ class Reading:
         return self.counters.get(PREFIX + name, 0.0)
 
 
+# Of a server that has just started.
+NOTHING_YET = Reading(0.0, {}, {})
+
+
 @dataclass(frozen=True)
 class Figures:
-    """What happened between two readings.
+    """What happened between two readings. Rates are per second of the reader's clock.
 
     Attributes:
         latencies: for each histogram that got entries, seconds by percentile.
     """
 
     tokens_per_second: float
-    requests_per_second: float
     acceptance_length: float | None
     acceptance_rate: float | None
     running: float
@@ -77,7 +80,6 @@ def between(before: Reading, after: Reading) -> Figures:
             latencies[name] = {percent: quantile(counts, percent / 100) for percent in PERCENTILES}
     return Figures(
         tokens_per_second=grown("generation_tokens_total") / seconds,
-        requests_per_second=grown("request_success_total") / seconds,
         acceptance_length=acceptance_length(before.counters, after.counters),
         acceptance_rate=grown("spec_decode_num_accepted_tokens_total") / drafted if drafted else None,
         running=after.value("num_requests_running"),

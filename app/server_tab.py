@@ -12,7 +12,7 @@ from selfspec.app.charts import Axes, Series
 from selfspec.app.events import DRAWING, Updates, html
 from selfspec.app.frame import Frame
 from selfspec.app.remote import Server
-from selfspec.app.server_figures import LATENCIES, PERCENTILES, Figures, Reading, between
+from selfspec.app.server_figures import LATENCIES, NOTHING_YET, PERCENTILES, Figures, Reading, between
 from selfspec.app.words import milliseconds
 from selfspec.failures import describe
 
@@ -56,16 +56,20 @@ class ServerTab:
 
 
 def live(readings: list[Reading]) -> str:
-    """The newest figures, throughput over the last minutes, and latencies over all readings."""
+    """The newest figures, throughput over the last minutes, and latencies over these, or else over the server's life."""
     if len(readings) < 2:
         return render.note("Reading the server’s figures …")
-    now, all_along = between(*readings[-2:]), between(readings[0], readings[-1])
-    return _now(now, all_along) + f'<div class="plots">{_throughput(readings)}{_latencies(all_along)}</div>'
+    first, *_, before, last = readings[0], *readings
+    recent, since = between(first, last), "of the last minutes"
+    if not recent.latencies:
+        recent, since = between(NOTHING_YET, last), "since the server’s start"
+    now = between(before, last)
+    return _now(now, recent, since) + f'<div class="plots">{_throughput(readings)}{_latencies(recent, since)}</div>'
 
 
-def _now(now: Figures, all_along: Figures) -> str:
-    length, rate = all_along.acceptance_length, all_along.acceptance_rate
-    return render.facts(
+def _now(now: Figures, recent: Figures, since: str) -> str:
+    length, rate = recent.acceptance_length, recent.acceptance_rate
+    shown = render.facts(
         {
             "tokens/s now": f"{now.tokens_per_second:.1f}",
             "running": f"{now.running:.0f}",
@@ -73,9 +77,9 @@ def _now(now: Figures, all_along: Figures) -> str:
             "tokens per target pass": "–" if length is None else f"{length:.2f}",
             "drafts accepted": "–" if rate is None else f"{rate:.0%}",
             "cache in use": f"{now.cache_use:.0%}",
-            "answers a minute": f"{60 * all_along.requests_per_second:.1f}",
         }
     )
+    return f'{shown}<p class="hint">Tokens per pass and accepted drafts are {since}.</p>'
 
 
 def _throughput(readings: list[Reading]) -> str:
@@ -86,7 +90,7 @@ def _throughput(readings: list[Reading]) -> str:
     return charts.curves("Throughput", "tokens a second, of all requests together", [Series("tokens/s", points)], axes)
 
 
-def _latencies(figures: Figures) -> str:
+def _latencies(figures: Figures, since: str) -> str:
     heads = "".join(f"<th>{percent} %</th>" for percent in PERCENTILES)
     rows = "".join(
         f"<tr><td>{name}</td>"
@@ -96,9 +100,9 @@ def _latencies(figures: Figures) -> str:
         if key in figures.latencies
     )
     if not rows:
-        return '<figure><figcaption>Latencies</figcaption><p class="hint">No answer since this tab was opened.</p></figure>'
+        return '<figure><figcaption>Latencies</figcaption><p class="hint">Nobody has asked for an answer yet.</p></figure>'
     return (
-        "<figure><figcaption>Latencies<small>so many of the last minutes’ took at most so long, by the histograms’ bounds"
+        f"<figure><figcaption>Latencies<small>so many {since} took at most so long, within the histograms’ bounds"
         f'</small></figcaption><table class="outcomes"><thead><tr><th></th>{heads}</tr></thead><tbody>{rows}</tbody></table>'
         "</figure>"
     )

@@ -11,6 +11,7 @@ import pytest
 for name in ("fastapi", "uvicorn", "prometheus_client"):
     pytest.importorskip(name, reason=f"a live server needs {name}: pip install 'selfspec[serve]'")
 
+# ruff: noqa: E402
 import httpx
 from live_server import LiveServer
 

@@ -53,8 +53,12 @@ def test_a_difference_counts_each_bound_by_itself():
 
 
 def test_the_tab_waits_for_two_readings_and_then_draws():
-    text = Metrics("tiny").text().decode()
-    readings = [Reading.of(text, at) for at in (1.0, 3.0, 5.0)]
+    metrics = Metrics("tiny")
+    readings = [Reading.of(metrics.text().decode(), at) for at in (1.0, 3.0)]
     assert "Reading the server" in live(readings[:1])
-    html = live(readings)
-    assert "<svg" in html and "No answer since this tab was opened" in html and "tokens/s now" in html
+    assert "<svg" in live(readings) and "Nobody has asked" in live(readings)
+    # Who opens the tab after the work sees what the server has done.
+    metrics.emitted([(1, 0.2, True)])
+    idle = [Reading.of(metrics.text().decode(), at) for at in (5.0, 7.0)]
+    assert "first token" in live(idle) and "since the server’s start" in live(idle)
+    assert "of the last minutes" in live([*readings, *idle])
