@@ -82,7 +82,7 @@ def test_the_page_races_on_its_own_server_and_shows_its_figures(page, address):
     page.click("#start")
     page.get_by_role("tab", name="Server").click()
     page.wait_for_selector("#live svg", timeout=20_000)
-    page.wait_for_selector("#live >> text=first token", timeout=20_000)
+    page.wait_for_selector("#live >> text=between tokens", timeout=20_000)
     assert "tokens/s now" in page.inner_text("#live")
     page.get_by_role("tab", name="Compare").click()
     page.wait_for_selector("#start:not([disabled])")
