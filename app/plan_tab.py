@@ -62,7 +62,9 @@ class PlanTab:
                 info="Or type eagle:PATH_OR_ID, draft_model:PATH_OR_ID, truncated:LAYERS",
                 elem_id="plan-drafter",
             )
-            card = gr.Dropdown(list(CARDS), value="h100", label="GPU", info="Bandwidth and peak as published")
+            card = gr.Dropdown(
+                list(CARDS), value="h100", label="GPU", info="Bandwidth and peak as published", elem_id="plan-card"
+            )
             other = gr.Dropdown(
                 [("none", NO_CARD), *((name, name) for name in CARDS)],
                 value=NO_CARD,

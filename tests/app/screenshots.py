@@ -63,11 +63,24 @@ def why(page: Page, address: str) -> None:
     page.wait_for_selector("#tree svg")
 
 
+def machine(page: Page, address: str) -> None:
+    race(page, address)
+    page.get_by_role("tab", name="This machine").click()
+    page.click("#measure")
+    page.wait_for_selector("#standing svg", timeout=60_000)
+
+
 def plan(page: Page, address: str) -> None:
     page.goto(address)
     page.get_by_role("tab", name="Plan").click()
     page.wait_for_selector("#prediction .good")
-    page.wait_for_selector("#plan-plot svg.marks")
+    # A load at which the default target is not too small for a prediction.
+    page.fill("#plan-batch input[type=number]", "32")
+    page.press("#plan-batch input[type=number]", "Tab")
+    for place, card in ("#plan-card", "l4"), ("#plan-other", "l40s"):
+        page.click(f"{place} input")
+        page.get_by_role("option", name=card, exact=True).click()
+    page.wait_for_selector("#plan-plot .line.s1")
     page.wait_for_timeout(500)
 
 
@@ -78,6 +91,7 @@ PICTURES: dict[str, tuple[Picture, Any, Any]] = {
     "app-phone": (compare, PHONE, "light"),
     "app-why-light": (why, DESKTOP, "light"),
     "app-why-dark": (why, DESKTOP, "dark"),
+    "app-machine": (machine, DESKTOP, "light"),
     "app-plan": (plan, DESKTOP, "light"),
 }
 
