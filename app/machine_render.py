@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 
 from selfspec.app import charts
 from selfspec.app.charts import Axes, Series
 from selfspec.app.race import Column
 from selfspec.app.render import facts, note
-from selfspec.bench.machine import Ceiling, Machine, cheap_nodes, levers, verdict
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What was measured of the machine and the loaded target: seconds of a pass by its nodes, and the ceiling."""
-
-    ceiling: Ceiling
-    times: dict[int, float]
+from selfspec.app.settings import TRANSFORMERS
+from selfspec.bench.machine import Ceiling, Machine, Measured, cheap_nodes, levers, verdict
 
 
 def about(machine: Machine, device: str, dtype: str) -> str:

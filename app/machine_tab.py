@@ -6,10 +6,10 @@ import gradio as gr
 
 from selfspec.app import machine_render, render
 from selfspec.app.events import COMPUTING, DRAWING, Updates, html
-from selfspec.app.local_races import Race
-from selfspec.app.machine_render import Measured
-from selfspec.bench.machine import ceiling_of, pass_times, this_machine
-from selfspec.model.target import Target
+from selfspec.app.frame import Frame
+from selfspec.app.local_races import LocalRaces, Race
+from selfspec.bench.machine import Measured, measure, this_machine
+from selfspec.failures import describe
 
 HINT = "Measure reads memory for half a second and times passes of 1 to 64 nodes, which takes some seconds."
 
@@ -25,16 +25,22 @@ class MachineTab:
         self._measured: Measured | None = None
         html(machine_render.about(self._machine, str(target.device), self._dtype))
         with gr.Row():
-            measure = gr.Button("Measure", variant="primary", size="sm", elem_id="measure", scale=0, min_width=130)
+            button = gr.Button("Measure", variant="primary", size="sm", elem_id="measure", scale=0, min_width=130)
         self._standing = html(render.note(HINT), elem_id="standing")
-        measure.click(lambda: render.note("Measuring …"), None, self._standing, queue=False, **DRAWING).then(
+        button.click(lambda: render.note("Measuring …"), None, self._standing, queue=False, **DRAWING).then(
             self._measure, finished, self._standing, **COMPUTING
         )
         finished.change(self.show, finished, self._standing, **DRAWING)
         self.outputs = [self._standing]
 
     def _measure(self, race: Race | None) -> Updates:
-        self._measured = Measured(ceiling_of(self._target), pass_times(self._target))
+        try:
+            with self._races.line.turn():
+                self._measured = measure(self._target)
+        except Exception as error:
+            if (sentence := describe(error)) is None:
+                raise
+            return {self._standing: render.note(sentence, "error")}
         return self.show(race)
 
     def show(self, race: Race | None) -> Updates:

@@ -9,6 +9,7 @@ from selfspec.app import charts
 from selfspec.app.charts import Axes, Series
 from selfspec.app.render import facts, note
 from selfspec.app.words import count
+from selfspec.model.passes import MAX_ROWS
 from selfspec.plan.predict import Choice, Plan, Speed
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -97,7 +98,8 @@ def _by_depth(plans: Sequence[Plan], chosen: Choice) -> str:
         if not each.host_decides
     ]
     axes = Axes("draft tokens a step", "speed-up", unit="×", floor=(1.0, "plain decoding"))
-    return charts.curves("Speed-up by draft size", f"at batch {first.batch_size}", series, axes)
+    hint = f"at batch {first.batch_size}, where a pass has room for trees of {MAX_ROWS // first.batch_size} nodes"
+    return charts.curves("Speed-up by draft size", hint, series, axes)
 
 
 def _by_batch(plans: Sequence[Plan], batches: Sequence[Sequence[Speed]]) -> str:

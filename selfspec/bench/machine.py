@@ -119,12 +119,27 @@ class Ceiling:
         return self.bandwidth / self.bytes_per_token
 
 
-def ceiling_of(target: Target) -> Ceiling:
-    """The ceiling of a loaded target, with the bandwidth measured now."""
+@dataclass(frozen=True)
+class Measured:
+    """The ceiling of a loaded target on its device, and seconds of a pass by its nodes."""
+
+    ceiling: Ceiling
+    times: dict[int, float]
+
+
+def measure(target: Target) -> Measured:
+    """Measure a target on its device; some seconds on a CPU.
+
+    Bandwidth is measured before the passes and after them, and the faster counts: other work makes a machine slower at times,
+    and never faster.
+    """
     # Not above, because doctor needs no transformers.
     from selfspec.bench.steps import weight_bytes
 
-    return Ceiling(read_bandwidth(target.device), weight_bytes(target.model))
+    before = read_bandwidth(target.device)
+    times = pass_times(target)
+    bandwidth = max(before, read_bandwidth(target.device))
+    return Measured(Ceiling(bandwidth, weight_bytes(target.model)), times)
 
 
 def pass_times(target: Target, nodes: Sequence[int] = NODES) -> dict[int, float]:

@@ -143,11 +143,12 @@ def _speed() -> Iterator[Finding]:
     except ValueError as error:
         yield Finding("note", "speed", str(error))
         return
-    from selfspec.bench.machine import ceiling_of, cheap_nodes, pass_times
+    from selfspec.bench.machine import cheap_nodes, measure
     from selfspec.cli.loading import load_quietly
 
     target = load_quietly(TargetOptions(target=source))
-    ceiling, times = ceiling_of(target), pass_times(target)
+    measured = measure(target)
+    ceiling, times = measured.ceiling, measured.times
     num_cheap = cheap_nodes(times)
     yield Finding(
         "ok", "a pass", f"{1000 * times[1]:.1f} ms of the default target on {target.device}, {str(target.dtype)[6:]}"

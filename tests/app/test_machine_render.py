@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from selfspec.app.machine_render import Measured, about, standing
+from selfspec.app.machine_render import about, standing
 from selfspec.app.records import Column, Node, StepRecord
 from selfspec.app.settings import TRANSFORMERS
-from selfspec.bench.machine import Ceiling, Machine
+from selfspec.bench.machine import Ceiling, Machine, Measured
 
 MACHINE = Machine("A processor", "AVX2", num_threads=2, num_cores=2)
 # The floor of a pass is 0.1 s.

@@ -8,7 +8,7 @@ import pytest
 
 from selfspec import Target
 from selfspec.bench import machine
-from selfspec.bench.machine import Ceiling, Machine, ceiling_of, cheap_nodes, levers, pass_times, read_bandwidth, verdict
+from selfspec.bench.machine import Ceiling, Machine, cheap_nodes, levers, measure, pass_times, read_bandwidth, verdict
 from selfspec.bench.steps import weight_bytes
 
 GB = 1e9
@@ -48,12 +48,17 @@ def test_bandwidth_is_bytes_per_second(monkeypatch):
     assert 0.1 * GB < read_bandwidth() < 5000 * GB
 
 
-def test_the_ceiling_is_bandwidth_over_weights(target, monkeypatch):
-    monkeypatch.setattr(machine, "read_bandwidth", lambda device: 10 * GB)
-    ceiling = ceiling_of(target)
-    assert ceiling.bytes_per_token == weight_bytes(target.model)
-    assert ceiling.tokens_per_second * ceiling.bytes_per_token == pytest.approx(10 * GB)
-    assert ceiling.seconds == pytest.approx(1 / ceiling.tokens_per_second)
+def test_the_ceiling_is_the_faster_bandwidth_over_weights(target, monkeypatch):
+    speeds = iter([10 * GB, 12 * GB, 9 * GB, 8 * GB])
+    monkeypatch.setattr(machine, "read_bandwidth", lambda device: next(speeds))
+    monkeypatch.setattr(machine, "pass_times", lambda target: {1: 0.5})
+    for bandwidth in (12 * GB, 9 * GB):
+        measured = measure(target)
+        ceiling = measured.ceiling
+        assert ceiling.bytes_per_token == weight_bytes(target.model)
+        assert ceiling.tokens_per_second * ceiling.bytes_per_token == pytest.approx(bandwidth)
+        assert ceiling.seconds == pytest.approx(1 / ceiling.tokens_per_second)
+        assert measured.times == {1: 0.5}
 
 
 def test_every_size_of_pass_is_timed_and_nothing_is_kept(target):
