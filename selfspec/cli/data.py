@@ -59,9 +59,9 @@ def load(writing: WritingOptions, target: TargetOptions, draft: DraftOptions) ->
         return writing.load(target, draft)
 
 
-def shown(conversations: Iterable[Conversation], description: str, total: int) -> Iterator[Conversation]:
+def shown(conversations: Iterable[Conversation], description: str, total: int, at_once: int) -> Iterator[Conversation]:
     """The conversations, while stderr shows how far they are."""
-    return tracked(conversations, description, total, partial(typer.echo, err=True))
+    return tracked(conversations, description, total, partial(typer.echo, err=True), at_once=at_once)
 
 
 @command(app)
@@ -191,7 +191,7 @@ def regenerate(
         batch_size=writing.batch_size,
         last_turn_only=last_turn_only,
     )
-    write_all(writer, shown(answered, "answering", len(pending)))
+    write_all(writer, shown(answered, "answering", len(pending), writing.batch_size))
     typer.echo(f"{output}: {report.num_kept} conversations answered, {len(writer.finished)} were there before")
     display.show_skipped(reading)
     display.show_skipped(report)
@@ -221,7 +221,7 @@ def prompts(
 
     model, drafter = load(writing, target, draft)
     drawn = draw_prompts(model, drafter, writer, number, report, sampling=sampling, batch_size=writing.batch_size)
-    write_all(writer, shown(drawn, "drawing prompts", number - len(writer.finished)))
+    write_all(writer, shown(drawn, "drawing prompts", number - len(writer.finished), writing.batch_size))
     typer.echo(f"{output}: {report.num_kept} prompts written, {len(writer.finished)} were there before")
     display.show_skipped(report)
     if not writer.finished:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import io
 import json
 import logging
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -161,7 +161,7 @@ class Training:
         """Refuse a head to start from that is of another kind, before the target is loaded."""
         head_type = read_config(find_head(source), source)["head_type"]
         if head_type != self.kind.head_type:
-            raise ValueError(f"--start-from {source} is a {head_type} head: name a head of the kind {self.head}")
+            raise ValueError(f"--start-from {source} is of type {head_type}: name a head of the kind {self.head}")
 
     def _choose(self) -> dict[str, Any]:
         """The settings, after a short run of the recipe has shown what a step takes. They are kept for later runs."""
@@ -219,8 +219,8 @@ class Training:
 
     def _run_recipe(self, settings: dict[str, Any]) -> None:
         recipe = importlib.import_module(f"selfspec.recipes.{self.kind.recipe}")
-        # Lines of transformers' about a step are progress, not results.
-        with contextlib.redirect_stdout(sys.stderr):
+        # What transformers prints of every step is in the record, and the bar or a line now and then says how far it is.
+        with contextlib.redirect_stdout(io.StringIO()):
             recipe.main([str(CONFIGS / self.kind.config_file), *as_flags(settings)])
 
     def _compared(self) -> list[dict[str, Any]]:

@@ -183,7 +183,7 @@ class Preparation:
         own_words = SamplingParams(temperature=1.0, seed=self.sampling.seed or 0)
         batch_size = self.writing.batch_size
         drawn = draw_prompts(target, drafter, writer, number, report, sampling=own_words, batch_size=batch_size)
-        write_all(writer, self._shown(drawn, "drawing prompts", number - len(writer.finished), say))
+        write_all(writer, self._shown(drawn, "drawing prompts", number - len(writer.finished), say, at_once=batch_size))
 
     def _answer(
         self,
@@ -204,21 +204,24 @@ class Preparation:
             count_answered(answered, report)
             pending[name] = unanswered(conversations, answered)
             say(f"{files[name]}: {len(pending[name])} to answer, {len(answered)} are answered already")
-        options = {"sampling": self.sampling, "drafter": drafter, "batch_size": self.writing.batch_size}
+        batch_size = self.writing.batch_size
+        options = {"sampling": self.sampling, "drafter": drafter, "batch_size": batch_size}
         waiting = [conversation for conversations in pending.values() for conversation in conversations]
         if waiting and not self.options.keep_answers:
-            say(expected(target, drafter, waiting, self.sampling, self.writing.batch_size, self.output_dir))
+            say(expected(target, drafter, waiting, self.sampling, batch_size, self.output_dir))
         for name, conversations in pending.items():
             writer = OutputWriter(files[name], {}, resume=True, keeps_others=True)
             fresh: Iterable[Conversation] = regenerate(target, conversations, report, **options)  # type: ignore[arg-type]
             if self.options.keep_answers:
                 count_answered(conversations, report)
                 fresh = conversations
-            write_all(writer, self._shown(fresh, f"answering {name}", len(conversations), say))
+            write_all(writer, self._shown(fresh, f"answering {name}", len(conversations), say, at_once=batch_size))
 
-    def _shown(self, items: Iterable[T], description: str, total: int, say: Callable[[str], None]) -> Iterator[T]:
+    def _shown(
+        self, items: Iterable[T], description: str, total: int, say: Callable[[str], None], *, at_once: int = 1
+    ) -> Iterator[T]:
         """The items, while the log or a bar shows how far they are."""
-        return tracked(items, description, total, say)
+        return tracked(items, description, total, say, at_once=at_once)
 
 
 def read_answered(file: Path) -> list[Conversation]:

@@ -23,7 +23,7 @@ def start_from(head: DraftHead, source: str | Path) -> None:
     ours = head.config.head_type
     if record["head_type"] != ours:
         raise ValueError(
-            f"init_head={source} is a {record['head_type']} head, and this run trains a {ours} head: name another"
+            f"init_head={source} is of type {record['head_type']}, and this run trains heads of type {ours}: name another"
         )
     start = HEADS[ours].from_pretrained(source, dtype=torch.float32)
     start.config.target.check(head.config.target)

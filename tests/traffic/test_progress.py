@@ -33,3 +33,9 @@ def test_short_work_is_silent() -> None:
     lines: list[str] = []
     assert "".join(progress.tracked(iter("abc"), "work", 3, lines.append)) == "abc"
     assert lines == []
+
+
+def test_what_comes_in_bursts_is_half_done_before() -> None:
+    # The first of sixteen that are answered together says little of the fifty that are left.
+    assert progress.line("answering", 1, 54, 90, 16) == "answering: 1 of 54 after 1:30, about 8:02 left"
+    assert progress.line("answering", 53, 54, 90, 16) == "answering: 53 of 54 after 1:30, about 0:01 left"
