@@ -50,60 +50,67 @@ class Chart:
     from_zero: bool = False
 
 
-def draw(charts: Sequence[Chart], *, columns: int = 3) -> str:
+def draw(charts: Sequence[Chart], *, columns: int = 3, width: int = WIDTH) -> str:
     """An SVG picture of the charts, row by row, with one legend for all lines of more than one name.
 
     A line has one colour in all charts. Charts without points are left out.
+
+    Args:
+        columns: most charts side by side.
+        width: of each chart.
     """
     shown = [chart for chart in charts if any(line.points for line in chart.lines)]
     names = list(dict.fromkeys(line.name for chart in shown for line in chart.lines))
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
     num_columns = max(1, min(columns, len(shown)))
     num_rows = math.ceil(len(shown) / num_columns)
-    legend, legend_height = _legend(colours, num_columns * WIDTH) if len(names) > 1 else ([], 0)
-    width, height = num_columns * WIDTH, num_rows * HEIGHT + legend_height
+    legend, legend_height = _legend(colours, num_columns * width) if len(names) > 1 else ([], 0)
+    whole, height = num_columns * width, num_rows * HEIGHT + legend_height
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {whole} {height}" width="{whole}" height="{height}">',
         f"<title>{escape('; '.join(chart.title for chart in shown))}</title>",
         f"<style>{STYLE}</style>",
         *legend,
     ]
     for i, chart in enumerate(shown):
         row, column = divmod(i, num_columns)
-        parts.append(f'<g transform="translate({column * WIDTH} {legend_height + row * HEIGHT})">')
-        parts += _chart(chart, colours)
+        parts.append(f'<g transform="translate({column * width} {legend_height + row * HEIGHT})">')
+        parts += _chart(chart, colours, width)
         parts.append("</g>")
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _chart(chart: Chart, colours: dict[str, str]) -> list[str]:
+def _chart(chart: Chart, colours: dict[str, str], width: int) -> list[str]:
     points = [point for line in chart.lines for point in line.points]
-    x_ticks = list(range(len(chart.names))) if chart.names else ticks(*_range(x for x, _ in points))
+    # Names have room on both sides.
+    x_ticks = [place - 0.5 for place in (0, len(chart.names))] if chart.names else ticks(*_range(x for x, _ in points))
     y_least, y_most = _range(y for _, y in points)
     y_ticks = ticks(0.0 if chart.from_zero else y_least, y_most)
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - x_ticks[0]) / ((x_ticks[-1] - x_ticks[0]) or 1)
         up = (y - y_ticks[0]) / ((y_ticks[-1] - y_ticks[0]) or 1)
-        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
+        return LEFT + across * (width - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
     parts = [f'<text class="title" x="{LEFT}" y="18">{escape(chart.title)}</text>']
     for y in y_ticks:
         _, down = place(x_ticks[0], y)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{down:.1f}" y2="{down:.1f}"/>')
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{down:.1f}" y2="{down:.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{down + 4:.1f}" text-anchor="end">{_number(y)}</text>')
-    for i, x in enumerate(x_ticks):
+    labels = list(enumerate(chart.names)) or [(x, _number(x)) for x in x_ticks]
+    for x, label in labels:
         across, _ = place(x, y_ticks[0])
-        anchor = "end" if x == x_ticks[-1] and not chart.names else "middle"
-        label = escape(chart.names[i]) if chart.names else _number(x)
-        parts.append(f'<text x="{across:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="{anchor}">{label}</text>')
-    middle = (LEFT + WIDTH - RIGHT) / 2
+        anchor = "end" if x == x_ticks[-1] else "middle"
+        parts.append(f'<text x="{across:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="{anchor}">{escape(label)}</text>')
+    middle = (LEFT + width - RIGHT) / 2
     parts.append(f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{escape(chart.x_label)}</text>')
     for line in chart.lines:
         placed = [place(x, y) for x, y in line.points]
         colour = colours[line.name]
-        path = " ".join(f"{across:.1f},{down:.1f}" for across, down in placed)
-        parts.append(f'<polyline class="line" stroke="{colour}" points="{path}"/>')
+        # Between places that count nothing there is nothing.
+        if not chart.names:
+            path = " ".join(f"{across:.1f},{down:.1f}" for across, down in placed)
+            parts.append(f'<polyline class="line" stroke="{colour}" points="{path}"/>')
         # Few points are measurements to point at; many are a curve.
         if len(placed) <= 12:
             parts += [f'<circle cx="{across:.1f}" cy="{down:.1f}" r="3" fill="{colour}"/>' for across, down in placed]
