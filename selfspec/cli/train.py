@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,13 +84,13 @@ def train(
         "cleaning": asdict(cleaning),
     }
     open_output(output, request, overwrite=overwrite)
-    # A process trains on one device; several are for the recipes and their launcher.
-    device = target.device.partition(":")[2] or "0"
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", device)
+    # A process trains on one device, which must then be the only one it sees; several are for the recipes' launcher.
+    kind, _, number = target.device.partition(":")
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", number or "0")
 
     from selfspec.cli.train_stages import Training
 
-    training = Training(head, output, minutes, start_from, target, writing)
+    training = Training(head, output, minutes, start_from, replace(target, device=kind), writing)
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     data = training.prepare(sources, sampling, cleaning, PrepareOptions(keep_answers=keep_answers))
     if data is not None:

@@ -7,11 +7,11 @@ which says what was left out. The same run again answers what the logs have gain
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from selfspec.config import SamplingParams, TargetOptions
 from selfspec.model.default_target import source_of
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from selfspec.loop.drafter import Drafter
     from selfspec.model.target import Target
     from selfspec.traffic.redact import Redactor
-
-T = TypeVar("T")
 
 PARTS = ("train", "heldout")
 STAGES = ("drawing", "reading", "cleaning", "answering", "masking")
@@ -131,7 +129,7 @@ class Preparation:
             check_some_left(raw, reports["reading"])
         # The target's own prompts are read when they are reached, and they are written by then.
         own = read_conversations([files["self_prompts"]] if options.self_prompts else [], reports["reading"])
-        shown = self._shown(chain(raw, own), "cleaning", len(raw) + options.self_prompts, say)
+        shown = tracked(chain(raw, own), "cleaning", len(raw) + options.self_prompts, say)
         cleaned = cleaning.split(shown, reports["cleaning"], redactor)
         target, drafter = load()
 
@@ -152,7 +150,7 @@ class Preparation:
         from selfspec.traffic.masking import tokenize_all
 
         trained = read_answered(files["train"])
-        samples = tokenize_all(self._shown(trained, "masking", len(trained), say), target.tokenizer, reports["masking"])
+        samples = tokenize_all(tracked(trained, "masking", len(trained), say), target.tokenizer, reports["masking"])
         save_reports(reports, output_dir, redactor)
         num_tokens = sum(len(sample.input_ids) for sample in samples)
         num_trained = sum(sum(sample.loss_mask) for sample in samples)
@@ -183,7 +181,7 @@ class Preparation:
         own_words = SamplingParams(temperature=1.0, seed=self.sampling.seed or 0)
         batch_size = self.writing.batch_size
         drawn = draw_prompts(target, drafter, writer, number, report, sampling=own_words, batch_size=batch_size)
-        write_all(writer, self._shown(drawn, "drawing prompts", number - len(writer.finished), say, at_once=batch_size))
+        write_all(writer, tracked(drawn, "drawing prompts", number - len(writer.finished), say, at_once=batch_size))
 
     def _answer(
         self,
@@ -203,25 +201,22 @@ class Preparation:
             answered = read_answered(files[name])
             count_answered(answered, report)
             pending[name] = unanswered(conversations, answered)
-            say(f"{files[name]}: {len(pending[name])} to answer, {len(answered)} are answered already")
+            todo = "keep" if self.options.keep_answers else "answer"
+            say(f"{files[name]}: {len(pending[name])} to {todo}, {len(answered)} are there already")
         batch_size = self.writing.batch_size
-        options = {"sampling": self.sampling, "drafter": drafter, "batch_size": batch_size}
         waiting = [conversation for conversations in pending.values() for conversation in conversations]
         if waiting and not self.options.keep_answers:
             say(expected(target, drafter, waiting, self.sampling, batch_size, self.output_dir))
         for name, conversations in pending.items():
             writer = OutputWriter(files[name], {}, resume=True, keeps_others=True)
-            fresh: Iterable[Conversation] = regenerate(target, conversations, report, **options)  # type: ignore[arg-type]
+            fresh: Iterable[Conversation] = conversations
             if self.options.keep_answers:
                 count_answered(conversations, report)
-                fresh = conversations
-            write_all(writer, self._shown(fresh, f"answering {name}", len(conversations), say, at_once=batch_size))
-
-    def _shown(
-        self, items: Iterable[T], description: str, total: int, say: Callable[[str], None], *, at_once: int = 1
-    ) -> Iterator[T]:
-        """The items, while the log or a bar shows how far they are."""
-        return tracked(items, description, total, say, at_once=at_once)
+            else:
+                fresh = regenerate(
+                    target, conversations, report, sampling=self.sampling, drafter=drafter, batch_size=batch_size
+                )
+            write_all(writer, tracked(fresh, f"answering {name}", len(conversations), say, at_once=batch_size))
 
 
 def read_answered(file: Path) -> list[Conversation]:

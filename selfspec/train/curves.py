@@ -97,7 +97,8 @@ def _chart(chart: Chart, colours: dict[str, str], width: int) -> list[str]:
         _, down = place(x_ticks[0], y)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{down:.1f}" y2="{down:.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{down + 4:.1f}" text-anchor="end">{_number(y)}</text>')
-    labels = list(enumerate(chart.names)) or [(x, _number(x)) for x in x_ticks]
+    labels: list[tuple[float, str]] = [(i, name) for i, name in enumerate(chart.names)]
+    labels = labels or [(x, _number(x)) for x in x_ticks]
     for x, label in labels:
         across, _ = place(x, y_ticks[0])
         anchor = "end" if x == x_ticks[-1] else "middle"
