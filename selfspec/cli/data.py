@@ -131,7 +131,10 @@ def clean(
     cleaning: CleanOptions,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Leave out near-duplicates and evaluation prompts, and split the rest into a training and a held-out part."""
+    """Leave out near-duplicates and evaluation prompts, and split the rest into a training and a held-out part.
+
+    Example: selfspec data clean logs/ --output-dir data --redact
+    """
     check_sources(sources)
     reports, num_written = {"reading": Report(), "cleaning": Report()}, Counter[str]()
     redactor = cleaning.redactor()
@@ -164,7 +167,10 @@ def regenerate(
     overwrite: OverwriteOption = False,
     resume: ResumeOption = False,
 ) -> None:
-    """Have the target write every answer anew, turn by turn."""
+    """Have the target write every answer anew, turn by turn.
+
+    Example: selfspec data regenerate data/train.jsonl --output answered.jsonl --resume
+    """
     check_sampling(sampling)
     check_sources(sources)
     reading, report = Report(), Report()
@@ -210,7 +216,10 @@ def prompts(
     overwrite: OverwriteOption = False,
     resume: ResumeOption = False,
 ) -> None:
-    """Have the target write prompts too, where logs are too few; needs a --temperature above 0."""
+    """Have the target write prompts too, where logs are too few; needs a --temperature above 0.
+
+    Example: selfspec data prompts --number 1000 --output prompts.jsonl --temperature 1
+    """
     check_drawing(sampling)
     writer, report = prompt_writer(output, number, overwrite=overwrite, resume=resume), Report()
     if len(writer.finished) == number:

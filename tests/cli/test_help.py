@@ -39,6 +39,15 @@ def test_help_has_an_example_that_parses(name: str) -> None:
         assert example in shown.output
 
 
+@pytest.mark.parametrize("name", ["inspect", "prepare", "clean", "regenerate", "prompts"])
+def test_help_of_data_has_an_example_that_parses(name: str) -> None:
+    command = typer.main.get_command(app).commands["data"].commands[name]  # type: ignore[attr-defined]
+    [example] = [line.strip() for line in command.help.splitlines() if line.strip().startswith("Example: ")]
+    program, group, given, *arguments = shlex.split(example.removeprefix("Example: "))
+    assert (program, group, given) == ("selfspec", "data", name)
+    command.make_context(name, arguments)
+
+
 def test_every_option_has_a_help_text() -> None:
     commands = ALL.commands  # type: ignore[attr-defined]
     silent = {
