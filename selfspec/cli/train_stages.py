@@ -108,7 +108,7 @@ class Training:
         # The target alone knows them, and it makes room for the training.
         prepared = preparation.run(self._load, say)
         assert self.situation is not None
-        self.situation = replace(self.situation, num_tokens=prepared.num_tokens)
+        self.situation = replace(self.situation, num_tokens=prepared.num_tokens, longest=prepared.longest)
         return prepared
 
     def train(self) -> None:
@@ -154,7 +154,7 @@ class Training:
             start = HEADS[self.kind.head_type].config_class.from_dict(read_config(find_head(self.start)))
             start.target.check(identity(target))
         has_gpu = target.device.type == "cuda"
-        self.situation = Situation(has_gpu, target.num_layers, target.context_length, 0, start)
+        self.situation = Situation(has_gpu, target.num_layers, target.context_length, 0, 0, start)
         return target, drafter
 
     def _check_start(self, source: str) -> None:

@@ -68,12 +68,14 @@ class Prepared:
 
     Attributes:
         num_trained: tokens of answers, which are trained on.
+        longest: tokens of the longest sample.
     """
 
     directory: Path
     num_samples: int
     num_tokens: int
     num_trained: int
+    longest: int
     reports: dict[str, Report]
     redactor: Redactor | None
 
@@ -154,7 +156,8 @@ class Preparation:
         save_reports(reports, output_dir, redactor)
         num_tokens = sum(len(sample.input_ids) for sample in samples)
         num_trained = sum(sum(sample.loss_mask) for sample in samples)
-        return Prepared(output_dir, len(samples), num_tokens, num_trained, reports, redactor)
+        longest = max(len(sample.input_ids) for sample in samples)
+        return Prepared(output_dir, len(samples), num_tokens, num_trained, longest, reports, redactor)
 
     def settings(self) -> dict[str, object]:
         """What must be the same for a folder to be continued. Logs alone come and go."""

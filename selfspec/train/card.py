@@ -114,7 +114,10 @@ def without_token(arguments: Sequence[str]) -> list[str]:
 
 def public_command(arguments: Sequence[str]) -> str:
     """A command line for others to see: without access tokens, and without the folders of the machine it ran on."""
-    parts = [argument.rpartition("=") for argument in without_token(arguments)]
+    program, *others = without_token(arguments)
+    # As `python -m selfspec` is called in full.
+    program = program.removesuffix("/__main__.py")
+    parts = [argument.rpartition("=") for argument in (program, *others)]
     return " ".join(
         name + equals + (Path(value).name if Path(value).is_absolute() else value) for name, equals, value in parts
     )

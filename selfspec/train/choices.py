@@ -27,6 +27,8 @@ NUM_EVALUATIONS = 3
 # Evaluations take at most this share of the time.
 EVALUATION_SHARE = 0.3
 NUM_CHECKPOINTS = 10
+# Rows are multiples of it, as attention on a GPU likes them.
+TILE = 128
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Situation:
 
     Attributes:
         num_tokens: of the prepared data, prompts included.
+        longest: tokens of its longest sample.
         start: config of the head whose weights are started from; None for a new head.
     """
 
@@ -107,16 +110,19 @@ class Situation:
     num_layers: int
     context_length: int
     num_tokens: int
+    longest: int
     start: HeadConfig | None
 
     def settings(self, head: str) -> dict[str, Any]:
         """The recipe's settings, but for how long it runs."""
-        row_length = min(1024 if self.has_gpu else 512, self.context_length)
+        # Long enough for every sample, unless one is very long.
+        least, most, at_once = (1024, 2048, 16 * 1024) if self.has_gpu else (512, 1024, 1024)
+        row_length = min(max(least, TILE * math.ceil(self.longest / TILE)), most, self.context_length)
         num_rows = math.ceil(self.num_tokens / row_length)
         return {
             "row_length": row_length,
             # At least four steps to an epoch.
-            "per_device_train_batch_size": max(1, min(16 if self.has_gpu else 2, num_rows // 4)),
+            "per_device_train_batch_size": max(1, min(at_once // row_length, num_rows // 4)),
             "num_eval_prompts": 32 if self.has_gpu else 6,
             "num_eval_tokens": 96 if self.has_gpu else 32,
             **self._start(head),
@@ -184,12 +190,16 @@ class Length:
         """
         total = 60 * minutes
         each = max(measured.evaluation_seconds, 1e-9)
-        num_evaluations = max(1, min(NUM_EVALUATIONS, int(EVALUATION_SHARE * total / each)))
+        num_evaluations = max(1, min(NUM_EVALUATIONS, int(EVALUATION_SHARE * total / each) - 1))
         epochs = MOST_EPOCHS_ON if goes_on else MOST_EPOCHS
         by_data = max(1, epochs * measured.num_rows // rows_per_step)
-        by_time = max(1, int((total - num_evaluations * measured.evaluation_seconds) / measured.seconds))
-        steps = min(by_data, by_time)
-        seconds = steps * measured.seconds + num_evaluations * measured.evaluation_seconds
+        # The finished head is evaluated once more.
+        evaluating = (num_evaluations + 1) * measured.evaluation_seconds
+        steps = min(by_data, max(1, int((total - evaluating) / measured.seconds)))
+        num_evaluations = min(num_evaluations, steps)
+        # The last evaluation of the curve is then that of the last step.
+        steps -= steps % num_evaluations
+        seconds = steps * measured.seconds + evaluating
         return cls(steps, num_evaluations, steps * rows_per_step / measured.num_rows, seconds)
 
     def settings(self) -> dict[str, Any]:
@@ -198,7 +208,7 @@ class Length:
             "max_steps": self.num_steps,
             "warmup_steps": max(1, self.num_steps // 20),
             "logging_steps": max(1, self.num_steps // 50),
-            "eval_steps": math.ceil(self.num_steps / self.num_evaluations),
+            "eval_steps": self.num_steps // self.num_evaluations,
             "save_steps": max(1, self.num_steps // NUM_CHECKPOINTS),
         }
 
