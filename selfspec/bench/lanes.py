@@ -7,7 +7,7 @@ moment all lanes have had the same time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
@@ -48,6 +48,12 @@ class Lane:
         return TimedAnswer(text, self.token_ids, len(self.turns), self.seconds)
 
 
+def lane_names(drafters: Iterable[str]) -> list[str]:
+    """A race's contestants: the first drafter, transformers to be compared with, the other drafters, plain decoding."""
+    first, others = list(drafters)[:1], list(drafters)[1:]
+    return [*first, BASELINE, *others, PLAIN]
+
+
 def race(
     target: Target,
     drafters: Mapping[str, Drafter | None],
@@ -55,17 +61,20 @@ def race(
     prompt_ids: Sequence[int],
     sampling: SamplingParams,
 ) -> Iterator[Lane]:
-    """Race the drafters, transformers' `generate` and plain decoding on one prompt; they are named in this order.
+    """Race the drafters, transformers' `generate` and plain decoding on one prompt, named in the order of `lane_names`.
 
     Args:
         baseline: what transformers runs, see `load_baseline`.
         sampling: greedy, because transformers is.
     """
     room = min(sampling.max_new_tokens, target.context_length - len(prompt_ids))
-    contestants = {name: drafter_turns(target, prompt_ids, drafter, sampling) for name, drafter in drafters.items()}
-    contestants[BASELINE] = transformers_turns(baseline, prompt_ids, room)
-    contestants[PLAIN] = drafter_turns(target, prompt_ids, None, sampling)
-    return race_level(contestants)
+
+    def turns(name: str) -> Iterator[Turn]:
+        if name == BASELINE:
+            return transformers_turns(baseline, prompt_ids, room)
+        return drafter_turns(target, prompt_ids, drafters.get(name), sampling)
+
+    return race_level({name: turns(name) for name in lane_names(drafters)})
 
 
 def drafter_turns(

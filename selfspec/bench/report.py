@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from selfspec.bench.compare import PLAIN
+from selfspec.bench.compare import BASELINE, PLAIN
 from selfspec.bench.steps import AnswerTime, Floor, PrefillTime, Promise, StageTimes, StepTime
 
 GIB = 1 << 30
@@ -87,8 +87,8 @@ class RuntimeReport:
         by_mode: dict[str, dict[int, AnswerTime]] = {}
         for each in self.answers:
             by_mode.setdefault(each.mode, {})[each.prompt_index] = each
-        plain = by_mode.get(PLAIN, {})
-        return [_mode_rate(mode, list(answers.values()), plain) for mode, answers in by_mode.items()]
+        plain, baseline = by_mode.get(PLAIN, {}), by_mode.get(BASELINE, {})
+        return [_mode_rate(mode, list(answers.values()), plain, baseline) for mode, answers in by_mode.items()]
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ class ModeRate:
         tokens_per_second: with prefill.
         decode_tokens_per_second: without prefill and the first step.
         total_speedup, decode_speedup: over plain decoding, with and without prefill.
+        baseline_speedup: over transformers' generate, with prefill; None if that did not run.
     """
 
     mode: str
@@ -106,14 +107,26 @@ class ModeRate:
     tokens_per_second: float
     decode_tokens_per_second: float | None
     acceptance_length: float
-    total_speedup: float
+    total_speedup: float | None
     decode_speedup: float | None
+    baseline_speedup: float | None
     num_identical: int
 
 
-def _mode_rate(mode: str, answers: list[AnswerTime], plain: dict[int, AnswerTime]) -> ModeRate:
+def _mode_rate(
+    mode: str, answers: list[AnswerTime], plain: dict[int, AnswerTime], baseline: dict[int, AnswerTime]
+) -> ModeRate:
     num_tokens = sum(each.num_tokens for each in answers)
     decode = [each.decode_seconds_per_token for each in answers if each.decode_seconds_per_token is not None]
+
+    def speedup(others: dict[int, AnswerTime]) -> float | None:
+        ratios = [
+            (other.seconds / other.num_tokens) / (each.seconds / each.num_tokens)
+            for each in answers
+            if (other := others.get(each.prompt_index)) is not None
+        ]
+        return median(ratios) if ratios else None
+
     pairs = [(plain[each.prompt_index], each) for each in answers]
     decode_ratios = [
         before.decode_seconds_per_token / after.decode_seconds_per_token
@@ -126,8 +139,9 @@ def _mode_rate(mode: str, answers: list[AnswerTime], plain: dict[int, AnswerTime
         tokens_per_second=num_tokens / sum(each.seconds for each in answers),
         decode_tokens_per_second=1 / median(decode) if decode else None,
         acceptance_length=num_tokens / sum(each.num_target_passes for each in answers),
-        total_speedup=median((a.seconds / a.num_tokens) / (b.seconds / b.num_tokens) for a, b in pairs),
+        total_speedup=speedup(plain),
         decode_speedup=median(decode_ratios) if decode_ratios else None,
+        baseline_speedup=speedup(baseline),
         num_identical=sum(each.is_identical for each in answers),
     )
 
@@ -147,8 +161,10 @@ def show(report: RuntimeReport, console: Console) -> None:
         console.print(table)
     if report.answers:
         table = _table(f"{name}: end to end, batch 1")
-        for heading in ("mode", "prompts", "tokens/s", "decode\ntokens/s", "accept\nlength", "total", "decode", "same"):
-            table.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=heading != "mode")
+        headings = ("prompts", "tokens\nper\nsecond", "decoding\ntokens/s", "acceptance\nlength", "decoding\nvs plain")
+        table.add_column("mode", overflow="fold")
+        for heading in (*headings, "whole\nanswer\nvs plain", "vs\ntransformers", "same"):
+            table.add_column(heading, justify="right", no_wrap=True)
         for mode in report.modes:
             table.add_row(
                 mode.mode,
@@ -156,15 +172,19 @@ def show(report: RuntimeReport, console: Console) -> None:
                 f"{mode.tokens_per_second:.1f}",
                 "" if mode.decode_tokens_per_second is None else f"{mode.decode_tokens_per_second:.1f}",
                 f"{mode.acceptance_length:.2f}",
-                f"{mode.total_speedup:.2f}x",
-                "" if mode.decode_speedup is None else f"{mode.decode_speedup:.2f}x",
+                _ratio(mode.decode_speedup),
+                _ratio(mode.total_speedup),
+                _ratio(mode.baseline_speedup),
                 f"{mode.num_identical}/{mode.num_prompts}",
             )
         console.print(table)
-        console.print("Total includes prefill, decode leaves it out. Both are medians over prompts, relative to none.")
+        console.print(
+            "Speeds compared are medians over prompts. Decoding leaves out reading the prompt; a whole answer includes it, "
+            "and so does the comparison with transformers."
+        )
     if report.promises:
         table = _table(f"{name}: drafters with a set acceptance length, and what the cost model promises for them")
-        for heading in ("set", "nodes", "accept\nlength", "promised", "measured", "reached"):
+        for heading in ("set", "nodes", "acceptance\nlength", "promised", "measured", "reached"):
             table.add_column(heading, justify="right", no_wrap=True)
         for promise in report.promises:
             table.add_row(
@@ -215,6 +235,10 @@ def _show_steps(report: RuntimeReport, floor: Floor, console: Console) -> None:
 
 def _table(title: str) -> Table:
     return Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", padding=(0, 1, 0, 0))
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x"
 
 
 def _ms(seconds: float | None) -> str:

@@ -50,6 +50,7 @@ def demo(
     if drafters is None:
         drafters = "ngram" if target.target else "eagle,ngram"
     rows = read_prompts(DEMO_PROMPTS if full else SHORT_DEMO_PROMPTS)
+
     from selfspec.cli.tables import show_comparison
 
     modes = _race_all(rows, target, drafter_names(drafters), SamplingParams(max_new_tokens=max_new_tokens))
@@ -59,8 +60,8 @@ def demo(
 def _race_all(rows: list[PromptRow], target: TargetOptions, names: list[str], sampling: SamplingParams) -> list[Mode]:
     """Race on every prompt, after a warm-up, and show each race."""
     from selfspec.bench.baseline import load_baseline
-    from selfspec.bench.compare import BASELINE, PLAIN, WARM_UP, Mode, TimedAnswer
-    from selfspec.bench.lanes import race
+    from selfspec.bench.compare import WARM_UP, Mode, TimedAnswer
+    from selfspec.bench.lanes import lane_names, race
     from selfspec.cli import display
     from selfspec.cli.race_view import RaceView
     from selfspec.drafters.options import load_drafter_of
@@ -78,7 +79,7 @@ def _race_all(rows: list[PromptRow], target: TargetOptions, names: list[str], sa
     if target.target is None:
         display.stdout.print(TINY)
     display.stdout.print(EXPLANATION)
-    answers: dict[str, list[TimedAnswer]] = {name: [] for name in (*drafters, BASELINE, PLAIN)}
+    answers: dict[str, list[TimedAnswer]] = {name: [] for name in lane_names(drafters)}
     for row, prompt_ids in zip(rows, prompts, strict=True):
         texts = {name: TextStream(model.tokenizer, context=prompt_ids) for name in answers}
         view = RaceView(display.stdout, texts, ends=model.eos_token_ids, max_tokens=sampling.max_new_tokens)

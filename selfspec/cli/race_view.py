@@ -22,7 +22,6 @@ from selfspec.traffic.prompt_files import PromptRow
 # An answer needs so many characters to be read with ease; two fit into a terminal of 80.
 COLUMN_WIDTH = 38
 BAR_WIDTH = 24
-MAX_QUESTION = 70
 SECONDS_PER_FRAME = 0.1
 ACCEPTED = "bold cyan"
 CUT = "[cut here]"
@@ -71,11 +70,10 @@ class RaceView:
         self._max_tokens = max_tokens
 
     def ask(self, row: PromptRow) -> None:
-        """Print the question, shortened."""
+        """Print the question in one line."""
         question = row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
-        short = " ".join(question.split())
         self._console.print()
-        self._console.print(Text(short if len(short) <= MAX_QUESTION else short[: MAX_QUESTION - 1].rstrip() + "…", "bold"))
+        self._console.print(Text(" ".join(question.split()), style="bold", overflow="ellipsis", no_wrap=True))
 
     def follow(self, race: Iterable[Lane]) -> list[Lane]:
         """Show a race until all its lanes are done, and return them."""

@@ -120,6 +120,8 @@ def test_rates_are_medians_over_prompts_against_plain_decoding(tmp_path: Path) -
     assert (plain.total_speedup, plain.decode_speedup, plain.tokens_per_second) == (1.0, 1.0, 5.0)
     assert (drafted.total_speedup, drafted.decode_speedup, drafted.acceptance_length) == (3.0, 3.0, 3.0)
     assert (baseline.total_speedup, baseline.decode_speedup, baseline.num_prompts) == (0.5, None, 1)
+    # Of the prompts that transformers has answered.
+    assert [mode.baseline_speedup for mode in report.modes] == [2.0, 4.0, 1.0]
     report.save(tmp_path / "out.json")
     record = json.loads((tmp_path / "out.json").read_text())
     assert record["floor"]["seconds"] == 0.002
