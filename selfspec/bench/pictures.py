@@ -24,6 +24,8 @@ STYLE: Any = {
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.titlepad": 10,
+    "figure.constrained_layout.h_pad": 0.1,
+    "figure.constrained_layout.w_pad": 0.1,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,

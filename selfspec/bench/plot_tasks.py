@@ -29,8 +29,8 @@ def plot_tasks(measurements: Sequence[Measurement], environment: Mapping[str, ob
     def ratio(of: Mapping[str, Measurement], mode: str) -> float:
         return (of[over].seconds / of[over].num_tokens) / (of[mode].seconds / of[mode].num_tokens)
 
-    size = (9.0, 1.6 + 0.42 * len(labels))
-    note = f"Medians over prompts (their number in brackets); bars: the middle half.  {environment_line(environment)}"
+    size = (9.0, 1.9 + 0.42 * len(labels))
+    note = f"Medians over prompts (their number in brackets); bars: the middle half.\n{environment_line(environment)}"
     with picture(path, size=size, num_panels=2, note=note) as (speeds, lengths):
         shown = [*modes, *([PLAIN] if has_baseline else [])]
         for number, mode in enumerate(shown):
@@ -42,6 +42,7 @@ def plot_tasks(measurements: Sequence[Measurement], environment: Mapping[str, ob
                 _marks(lengths, counts, heights, mode, look)
         for axes in (speeds, lengths):
             axes.set_yticks(list(places), labels)
+            axes.set_ylim(0.5, len(labels) + 0.5)
             axes.grid(axis="y", visible=False)
             axes.axhline(1.5, color=GREY, linewidth=0.6)
         lengths.tick_params(labelleft=False)
@@ -53,13 +54,13 @@ def plot_tasks(measurements: Sequence[Measurement], environment: Mapping[str, ob
         reference_line(lengths, 1.0, "", is_vertical=True)
         handles, names = speeds.get_legend_handles_labels()
         named = ["plain decoding" if name == PLAIN else name for name in names]
-        lengths.legend(handles, named, loc="lower right", fontsize=9)
+        speeds.figure.legend(handles, named, loc="outside upper right", ncols=len(named))
 
 
 def _marks(
     axes: Any, values: Sequence[Sequence[float]], heights: Sequence[float], label: str, look: Mapping[str, str]
 ) -> None:
-    """A median for each task with the middle half of its prompts, and the last one's number beside it."""
+    """A median for each task with the middle half of its prompts, and the number of the last one, which is overall."""
     middles = [median(of) for of in values]
     spans = [_middle_half(of) for of in values]
     errors = [
@@ -67,10 +68,8 @@ def _marks(
         [high - middle for middle, (_, high) in zip(middles, spans, strict=True)],
     ]
     axes.errorbar(middles, heights, xerr=errors, linestyle="none", elinewidth=1.5, label=label, **look)
-    above = (0, 5)
-    axes.annotate(
-        f"{middles[-1]:.2f}", (middles[-1], heights[-1]), above, textcoords="offset points", ha="center", fontsize=8
-    )
+    beside = {"xytext": (8, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
+    axes.annotate(f"{middles[-1]:.2f}", (max(spans[-1][1], middles[-1]), heights[-1]), **beside)
 
 
 def _middle_half(values: Sequence[float]) -> tuple[float, float]:
@@ -85,7 +84,7 @@ def plot_throughput(runs: Sequence[ThroughputRun], environment: Mapping[str, obj
     entries = sorted(summarise_throughput(runs), key=lambda entry: entry.num_streams)
     streams = [entry.num_streams for entry in entries]
     [drafter] = {run.mode for run in runs} - {PLAIN}
-    note = f"Medians of pairs of runs; bars: from the worst to the best pair.  {environment_line(environment)}"
+    note = f"Medians of pairs of runs; bars: from the worst to the best pair.\n{environment_line(environment)}"
     with picture(path, size=(9.0, 3.6), num_panels=2, note=note) as (ratios, speeds):
         below = [entry.ratio - entry.worst_ratio for entry in entries]
         above = [entry.best_ratio - entry.ratio for entry in entries]

@@ -241,7 +241,11 @@ def _summary(prompts: Sequence[Mapping[str, Measurement]], mode: str, costs: Cos
 
 def environment(target: Target) -> dict[str, object]:
     """What a reader needs to judge the numbers."""
-    device = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else platform.machine()
+    if target.device.type == "cuda":
+        device = torch.cuda.get_device_name(target.device)
+    else:
+        # The instruction set decides how much wide passes gain.
+        device = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return {
         "target": Path(target.name).name,
         "dtype": str(target.dtype).removeprefix("torch."),
