@@ -74,10 +74,12 @@ def bench(
     writer = record.writer("bench", settings, {row.id: num_modes for row in rows})
     pending = {task: left for task, of in chosen.items() if (left := [r for r in of if r.id not in writer.finished])}
 
-    from selfspec.bench import tasks as benchmark
-    from selfspec.bench.plot_tasks import plot_tasks
     from selfspec.cli import display
-    from selfspec.cli.tables import show_benchmark
+
+    with display.stage("starting"):
+        from selfspec.bench import tasks as benchmark
+        from selfspec.bench.plot_tasks import plot_tasks
+        from selfspec.cli.tables import show_benchmark
 
     measured = [benchmark.measurement_of(row) for row in writer.rows]
     environment, notes = writer.environment, list[str]()

@@ -53,11 +53,13 @@ def bench_engine(
     pairs = {_pair_id(count, repeat): (count, repeat) for count in counts for repeat in range(1, repeats + 1)}
     writer = record.writer("bench-engine", settings, dict.fromkeys(pairs, 2))
 
-    from selfspec.bench import throughput
-    from selfspec.bench.plot_tasks import plot_throughput
-    from selfspec.bench.tasks import environment as environment_of
     from selfspec.cli import display
-    from selfspec.cli.tables import show_throughput
+
+    with display.stage("starting"):
+        from selfspec.bench import throughput
+        from selfspec.bench.plot_tasks import plot_throughput
+        from selfspec.bench.tasks import environment as environment_of
+        from selfspec.cli.tables import show_throughput
 
     measured = [throughput.run_of(row) for row in writer.rows]
     environment, notes = writer.environment, list[str]()

@@ -183,13 +183,14 @@ def register(cli: typer.Typer) -> None:
 
         Example: selfspec bench-runtime --drafters ngram,eagle --nodes 1,16 --json runtime.json
         """
-        from selfspec.bench import report as runtime_report
         from selfspec.bench.pictures import has_matplotlib
-        from selfspec.bench.plot_runtime import plot_runtime
-        from selfspec.bench.runtime import measure_runtime
         from selfspec.cli import display
 
         with display.stage(f"loading {source_of(target)}") as show_stage:
+            from selfspec.bench import report as runtime_report
+            from selfspec.bench.plot_runtime import plot_runtime
+            from selfspec.bench.runtime import measure_runtime
+
             loaded = load_for_bench(target, drafters, draft, expand)
             report = measure_runtime(
                 loaded.target,

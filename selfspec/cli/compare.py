@@ -52,8 +52,11 @@ def compare(
 
     rows = read_prompts(prompt_file or DEMO_PROMPTS)
 
-    from selfspec.bench.compare import check_transformers_can, transformers_can
-    from selfspec.cli.tables import show_comparison
+    from selfspec.cli import display
+
+    with display.stage("starting"):
+        from selfspec.bench.compare import check_transformers_can, transformers_can
+        from selfspec.cli.tables import show_comparison
 
     if baseline == "transformers":
         check_transformers_can(sampling)

@@ -50,25 +50,26 @@ def demo(
     if drafters is None:
         drafters = "ngram" if target.target else "eagle,ngram"
     rows = read_prompts(DEMO_PROMPTS if full else SHORT_DEMO_PROMPTS)
+    modes = _race_all(rows, target, drafter_names(drafters), SamplingParams(max_new_tokens=max_new_tokens))
 
     from selfspec.cli.tables import show_comparison
 
-    modes = _race_all(rows, target, drafter_names(drafters), SamplingParams(max_new_tokens=max_new_tokens))
     show_comparison(modes, [row.id for row in rows], note="Taking turns empties caches, so alone all are a little faster.")
 
 
 def _race_all(rows: list[PromptRow], target: TargetOptions, names: list[str], sampling: SamplingParams) -> list[Mode]:
     """Race on every prompt, after a warm-up, and show each race."""
-    from selfspec.bench.baseline import load_baseline
-    from selfspec.bench.compare import WARM_UP, Mode, TimedAnswer
-    from selfspec.bench.lanes import lane_names, race
     from selfspec.cli import display
-    from selfspec.cli.race_view import RaceView
-    from selfspec.drafters.options import load_drafter_of
-    from selfspec.loop.text import TextStream
-    from selfspec.traffic.answers import encode_prompts
 
     with display.stage(f"loading {source_of(target)}") as report:
+        from selfspec.bench.baseline import load_baseline
+        from selfspec.bench.compare import WARM_UP, Mode, TimedAnswer
+        from selfspec.bench.lanes import lane_names, race
+        from selfspec.cli.race_view import RaceView
+        from selfspec.drafters.options import load_drafter_of
+        from selfspec.loop.text import TextStream
+        from selfspec.traffic.answers import encode_prompts
+
         model = load_quietly(target)
         prompts = encode_prompts(model, rows)
         drafters = {name: load_drafter_of(DraftOptions(), name, model) for name in names}
