@@ -27,6 +27,7 @@ from selfspec.model.shared_input import MergedLayer
 NormFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
+@torch.no_grad()
 def speed_up_layers(layers: list[nn.Module], options: dict[int, AttentionOptions]) -> Callable[[], None] | None:
     """Give the layers the short forward, in place.
 

@@ -74,22 +74,28 @@ def layouts(*, may_round: bool = False) -> tuple[Layout, ...]:
 
 
 def lay_out_linear_layers(
-    model: nn.Module, tables: Mapping[int, torch.Tensor] | None = None, *, forms: Sequence[Layout] | None = None
+    model: nn.Module,
+    tables: Mapping[int, torch.Tensor] | None = None,
+    *,
+    may_round: bool = False,
+    forms: Sequence[Layout] | None = None,
 ) -> Counter[str]:
     """Replace every plain float32 `nn.Linear` on the CPU by its fastest form, in place.
 
     Args:
         tables: 16-bit tables by the `id` of a weight that a layer may share, from `compact_embeddings`.
+        may_round: see `layouts`; the weights of a small model are never rounded, because nothing would be gained.
         forms: to choose from, the preferred one first; by default all that this machine has.
 
     Returns:
         How many layers have each form, by its name.
     """
-    forms = layouts() if forms is None else forms
     # Names and not the layers themselves, because a list of layers would keep every plain weight until the last is replaced.
     places = [(parent, name) for parent in model.modules() for name, child in parent.named_children() if is_plain(child)]
     sizes = [_size(parent.get_submodule(name)) for parent, name in places]
-    ranked = ranking(tuple(dict.fromkeys(sizes)), tuple(forms), torch.get_num_threads()) if _are_worth_timing(sizes) else {}
+    is_large = sum(torch.float32.itemsize * width * height for width, height in sizes) >= MIN_TIMED_BYTES
+    forms = tuple(forms or layouts(may_round=may_round and is_large))
+    ranked = ranking(tuple(dict.fromkeys(sizes)), forms, torch.get_num_threads()) if is_large else {}
     counts: Counter[str] = Counter()
     num_bytes = 0
     # The LM head, which is often the largest, comes last, when the others have given back what they freed.
@@ -183,7 +189,3 @@ def _sample(size: Size) -> nn.Linear:
 
 def _size(linear: Any) -> Size:
     return linear.in_features, linear.out_features
-
-
-def _are_worth_timing(sizes: Iterable[Size]) -> bool:
-    return sum(torch.float32.itemsize * width * height for width, height in sizes) >= MIN_TIMED_BYTES

@@ -21,7 +21,7 @@ from selfspec.model.adapter import merge_adapter
 from selfspec.model.compact_embedding import compact_embeddings
 from selfspec.model.devices import resolve_device
 from selfspec.model.fuse import can_fuse, fuse
-from selfspec.model.linear_layout import lay_out_linear_layers, layouts
+from selfspec.model.linear_layout import lay_out_linear_layers
 from selfspec.model.shared_input import merge_layers
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def lay_out(model: nn.Module, *, may_round: bool = False) -> None:
         return
     # Only layers on a CPU, in float32, are replaced.
     merge_layers(model)
-    counts = lay_out_linear_layers(model, compact_embeddings(model), forms=layouts(may_round=may_round))
+    counts = lay_out_linear_layers(model, compact_embeddings(model), may_round=may_round)
     logger.debug("linear layers by form: %s", dict(counts))
 
 

@@ -151,6 +151,11 @@ class Target(TextSide):
         return self.kv_shape.num_layers
 
     @cached_property
+    def _layers(self) -> nn.ModuleList:
+        # Kept, because a search through the whole model in every pass would take milliseconds.
+        return decoder_layers(self.model)[1]
+
+    @cached_property
     def logit_shape(self) -> LogitShape:
         """How the model turns its LM head's products into logits (see `LogitShape`).
 
@@ -356,7 +361,7 @@ class Target(TextSide):
         if not features:
             yield taken
             return
-        layers = decoder_layers(self.model)[1]
+        layers = self._layers
         handles = []
 
         def keep(name: int, hidden: Any) -> None:

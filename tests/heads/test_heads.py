@@ -503,7 +503,7 @@ def test_a_fused_head_drafts_the_same_trees(
     head.initialise(target.model, torch.arange(3, 23))
     settings = {"num_draft_tokens": 4, "num_nodes": 12, "width": 3}
     plain = EagleDrafter(target, copy.deepcopy(head), **settings)
-    monkeypatch.setattr("selfspec.drafters.eagle.lay_out", fuse)
+    monkeypatch.setattr("selfspec.drafters.eagle.lay_out", lambda layers, may_round: fuse(layers))
     fused = EagleDrafter(target, copy.deepcopy(head), **settings)
     assert plain._pass is None and fused._pass is not None
     theirs, ours = (proposals(drafter, target, monkeypatch) for drafter in (plain, fused))
@@ -587,7 +587,7 @@ def test_an_aligned_head_is_right_in_any_batch(
     """[T2] By the fused pass and by graphs, with wide trees, on either side of the rows that they are for."""
     source, successor, head = aligned
     if device == "cpu":
-        monkeypatch.setattr("selfspec.drafters.eagle.lay_out", fuse)
+        monkeypatch.setattr("selfspec.drafters.eagle.lay_out", lambda layers, may_round: fuse(layers))
     target = Target(copy.deepcopy(source.model).to(device, dtype))
     target.passes.graphs = Graphs(target.device, is_rehearsal=device == "cpu")
     drafter = EagleDrafter(target, copy.deepcopy(head), num_draft_tokens=4, width=6, num_nodes=32)
@@ -602,5 +602,5 @@ def test_an_aligned_head_is_right_in_any_batch(
 @pytest.mark.parametrize("changes", [{"has_qk_norm": True}, {"norm_before_residual": True}], ids=str)
 def test_other_kinds_of_heads_keep_their_own_pass(changes: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target("llama")
-    monkeypatch.setattr("selfspec.drafters.eagle.lay_out", fuse)
+    monkeypatch.setattr("selfspec.drafters.eagle.lay_out", lambda layers, may_round: fuse(layers))
     assert EagleDrafter(target, eagle_head(target, feature_layers=(1, 2, 3), **changes).eval())._pass is None

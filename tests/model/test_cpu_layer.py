@@ -90,7 +90,7 @@ def test_speculation_changes_no_token_in_any_form(family: str, form: Layout | No
     plain = Target(tiny_model(family).bfloat16().float())
     expected = [completion.token_ids for completion in generate(plain, prompts, sampling=SAMPLING)]
     if form is not None:
-        monkeypatch.setattr("selfspec.model.load.layouts", lambda may_round: (form,))
+        monkeypatch.setattr("selfspec.model.linear_layout.layouts", lambda may_round: (form,))
     lay_out(model)
     if form is not PLAIN and layouts()[0] is not PLAIN:
         assert any(isinstance(module, StoredLinear) for module in model.modules())

@@ -131,6 +131,18 @@ def test_weights_of_32_bits_are_not_halved_unless_they_may_be_rounded() -> None:
         assert HALF.build(plain, None) is None
 
 
+@halves
+def test_only_large_drafters_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = nn.Sequential(plain_layer(64, 48, dtype=torch.float32))
+    weight = draft[0].weight.clone()
+    assert "half" not in lay_out_linear_layers(draft, may_round=True) and torch.equal(draft[0].weight, weight)
+    monkeypatch.setattr("selfspec.model.linear_layout.MIN_TIMED_BYTES", 1)
+    monkeypatch.setattr("selfspec.model.linear_layout.ranking", lambda sizes, forms, num_threads: {sizes[0]: forms})
+    assert "half" not in lay_out_linear_layers(nn.Sequential(plain_layer(64, 48, dtype=torch.float32)))
+    draft = nn.Sequential(plain_layer(64, 48, dtype=torch.float32))
+    assert lay_out_linear_layers(draft, may_round=True) == {"half": 1}
+
+
 @packs
 def test_a_layer_that_the_best_form_cannot_hold_gets_the_next_one() -> None:
     model = nn.Sequential(plain_layer(64, 48), plain_layer(64, 48, dtype=torch.float32))
