@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from selfspec.model import threads
 from selfspec.model.half_linear import HalfLinear, can_halve
 from selfspec.model.memory import release_free_memory
 from selfspec.model.packed_linear import PackedLinear, can_pack
@@ -95,7 +96,11 @@ def lay_out_linear_layers(
     sizes = [_size(parent.get_submodule(name)) for parent, name in places]
     is_large = sum(torch.float32.itemsize * width * height for width, height in sizes) >= MIN_TIMED_BYTES
     forms = tuple(forms or layouts(may_round=may_round and is_large))
-    ranked = ranking(tuple(dict.fromkeys(sizes)), forms, torch.get_num_threads()) if is_large else {}
+    distinct = tuple(dict.fromkeys(sizes))
+    if is_large and not may_round:
+        # The target decides, and its drafters follow.
+        choose_num_threads(distinct, forms[0])
+    ranked = ranking(distinct, forms, torch.get_num_threads()) if is_large else {}
     counts: Counter[str] = Counter()
     num_bytes = 0
     # The LM head, which is often the largest, comes last, when the others have given back what they freed.
@@ -122,6 +127,13 @@ def _replace(parent: nn.Module, name: str, linear: nn.Linear, forms: Sequence[La
 
 
 @cache
+def choose_num_threads(sizes: tuple[Size, ...], form: Layout) -> None:
+    """Let torch use the number of threads that is fastest for these sizes; see `threads` for when."""
+    layers = samples(sizes, [form]) if threads.are_free() else {}
+    threads.settle(lambda: sum(time_samples(layers).values()))
+
+
+@cache
 def ranking(sizes: tuple[Size, ...], forms: tuple[Layout, ...], num_threads: int) -> dict[Size, list[Layout]]:
     """For each size of layer the forms, the best one first, as measured once in this process with so many threads."""
     return {size: rank(times, forms) for size, times in time_forms(sizes, forms).items()}
@@ -144,23 +156,42 @@ def rank(times: Mapping[str, Sequence[float]], forms: Iterable[Layout]) -> list[
     return sorted(forms, key=cost)
 
 
+# By size, form and copy.
+Samples = dict[tuple[Size, str, int], nn.Module]
+
+
 def time_forms(
     sizes: Sequence[Size], forms: Sequence[Layout], clock: Callable[[], float] = time.perf_counter
 ) -> dict[Size, dict[str, list[float]]]:
-    """For each size of layer, and each form by name, the seconds that a product takes with each of `ROWS` rows.
+    """For each size of layer, and each form by name, the seconds that products take with each of `ROWS` rows."""
+    least = time_samples(samples(sizes, forms), clock)
+    copies = range(NUM_COPIES)
+    return {
+        size: {form.name: [sum(least[size, form.name, copy, n] for copy in copies) for n in ROWS] for form in forms}
+        for size in sizes
+    }
 
-    All are timed in turn, so that a slow spell of the machine meets all of them, and so that no weight is still in the
-    processor's cache when its turn comes again.
-    """
-    layers: dict[tuple[Size, str, int], nn.Module] = {}
+
+def samples(sizes: Sequence[Size], forms: Sequence[Layout]) -> Samples:
+    """Layers of each size in each form, to be timed."""
+    layers: Samples = {}
     for copy in range(NUM_COPIES):
         for size in sizes:
             plain = _sample(size)
             for form in forms:
                 layer = form.build(plain, None)
-                assert layer is not None, "float16 holds a half"
+                assert layer is not None, "every form holds a half"
                 layers[size, form.name, copy] = layer
-    inputs = {(width, num_rows): torch.ones(num_rows, width) for width, _ in sizes for num_rows in ROWS}
+    return layers
+
+
+def time_samples(layers: Samples, clock: Callable[[], float] = time.perf_counter) -> dict[tuple[Size, str, int, int], float]:
+    """The seconds of each layer's product with each of `ROWS` rows.
+
+    All are timed in turn, so that a slow spell of the machine meets all of them, and so that no weight is still in the
+    processor's cache when its turn comes again.
+    """
+    inputs = {(size[0], num_rows): torch.ones(num_rows, size[0]) for size, _, _ in layers for num_rows in ROWS}
     least: dict[tuple[Size, str, int, int], float] = {}
     with torch.inference_mode():
         for _ in range(NUM_REPEATS):
@@ -171,11 +202,7 @@ def time_forms(
                     layer(x)
                     seconds = clock() - start
                     least[*key, num_rows] = min(seconds, least.get((*key, num_rows), seconds))
-    copies = range(NUM_COPIES)
-    return {
-        size: {form.name: [sum(least[size, form.name, copy, n] for copy in copies) for n in ROWS] for form in forms}
-        for size in sizes
-    }
+    return least
 
 
 def _sample(size: Size) -> nn.Linear:
