@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from selfspec.config import SamplingParams
+from selfspec.config import DTYPES, WEIGHT_DTYPES, DraftOptions, SamplingParams, TargetOptions
 
 NAN, INF = math.nan, math.inf
 
@@ -198,3 +198,26 @@ def test_plain_settings_are_those_whose_choice_needs_neither_history_nor_filters
     params = SamplingParams(**settings)
     assert params.is_plain == is_plain
     assert params.is_pathless == params.with_(top_k=0, top_p=1.0, min_p=0.0).is_plain
+
+
+@pytest.mark.parametrize("name", ["auto", *DTYPES, *WEIGHT_DTYPES])
+def test_every_dtype_may_be_asked_for(name: str) -> None:
+    assert TargetOptions(dtype=name).dtype == DraftOptions(draft_dtype=name).draft_dtype == name
+
+
+@pytest.mark.parametrize("name", ["bf16", "float", "", "INT8"])
+def test_a_misspelt_dtype_is_refused_before_torch_is_needed(name: str) -> None:
+    for make in (lambda: TargetOptions(dtype=name), lambda: DraftOptions(draft_dtype=name)):
+        with pytest.raises(ValueError, match=f"^dtype={name!r} is not known: use auto, float32, bfloat16, float16, int8"):
+            make()
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu", "cuda", "cuda:0", "cuda:11", "mps", "xpu:1"])
+def test_devices_have_names(name: str) -> None:
+    assert TargetOptions(device=name).device == name
+
+
+@pytest.mark.parametrize("name", ["gpu", "", "cuda:", "cuda:x", "auto:0", "cuda 0"])
+def test_a_misspelt_device_is_refused_before_torch_is_needed(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^device={name!r} is not known: use auto, cpu, cuda or cuda:N$"):
+        TargetOptions(device=name)

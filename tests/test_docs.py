@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = ("selfspec", "heads", "kernels", "app", "recipes", "tests", "docs")
 # What a page has in place of a name of the reader's own.
 PLACEHOLDER = "NAME"
-PATHS_TO_A_MODEL = ("path-or-hub-id", "path/to/model")
+PATHS_TO_A_MODEL = ("path-or-hub-id", "path/to/model", "smollm2")
 
 REPETITIVE = [[5, 6, 7, 8] * 8, [9, 10, 11] * 7, [20, 21] * 9]
 SETTINGS = {
@@ -118,7 +118,7 @@ def test_every_page_can_be_reached() -> None:
     assert "(docs/index.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-@each_page([ROOT / "README.md", ROOT / "docs" / "decoding.md", ROOT / "docs" / "new_drafter.md"])
+@each_page([ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("tutorial", "decoding", "new_drafter"))])
 def test_examples_run(page: Path, tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = "\n".join(python_blocks(page))
     assert any(path in code for path in PATHS_TO_A_MODEL)

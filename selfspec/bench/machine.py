@@ -130,7 +130,7 @@ class Measured:
 def measure(target: Target) -> Measured:
     """Measure a target on its device; some seconds on a CPU.
 
-    Bandwidth is measured before the passes and after them, and the faster counts: other work makes a machine slower at times,
+    Bandwidth is measured before the passes and after them, and the faster counts, because other work makes a machine slower
     and never faster.
     """
     # Not above, because doctor needs no transformers.
