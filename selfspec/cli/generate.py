@@ -70,7 +70,7 @@ def generate(
             raise typer.BadParameter("--prompt-file needs an --output for the answers; --output - prints them")
         if sampling.n > 1 or sampling.logprobs:
             raise ValueError("--n and --logprobs need JSON lines to be told in: add --output FILE; --output - prints them")
-    if output is not None and prompt_file is not None and output.exists() and output.samefile(prompt_file):
+    if output is not None and STANDARD not in (output, prompt_file) and _is_same(output, prompt_file):
         raise ValueError(f"{output} is the prompt file: choose another output")
     if all_turns and sampling.n > 1:
         raise ValueError("--all-turns goes on from one answer: leave out --n")
@@ -103,6 +103,10 @@ def generate(
     else:
         answers = answering.answer_prompts(model, pending, prompts, batch_size=batch_size, **settings)
     _write(answers, writer, len(pending), "" if output == STANDARD else f"{output}: ", settings["drafter"])
+
+
+def _is_same(output: Path, prompt_file: Path | None) -> bool:
+    return prompt_file is not None and output.exists() and output.samefile(prompt_file)
 
 
 def _rows(prompt: str | None, prompt_file: Path | None) -> list[PromptRow]:

@@ -161,6 +161,9 @@ def test_generate_reads_and_writes_pipes(run, prompt_file, tmp_path):
     ]
     assert texts[0] == texts[1]
     assert not Path("-").exists()
+    again = ["--output", tmp_path / "out.jsonl", "--overwrite", *options]
+    run("generate", "--prompt-file", "-", *again, stdin=prompt_file.read_text())
+    assert [row["text"] for row in results(tmp_path / "out.jsonl")] == texts[0]
     assert "-, line 1" in run("generate", "--prompt-file", "-", "--output", "-", stdin="{", code=1).stderr
 
 
