@@ -16,7 +16,8 @@ from rich.errors import LiveError
 from selfspec.cli import display
 
 # Module -> the library's name. Most of transformers is not imported before its models are.
-SLOW = {"torch": "torch", "transformers.modeling_utils": "transformers", "gradio": "gradio", "datasets": "datasets"}
+SLOW = {name: name for name in ("torch", "transformers", "huggingface_hub", "gradio", "fastapi", "datasets")}
+SLOW["transformers.modeling_utils"] = "transformers"
 
 
 class SlowImports(MetaPathFinder):

@@ -13,7 +13,7 @@ from selfspec.cli.importing import SLOW
 from selfspec.cli.main import app
 
 # What takes a noticeable part of a second to import, or more.
-HEAVY = {*SLOW.values(), "numpy", "scipy", "pandas", "fastapi", "uvicorn", "huggingface_hub", "safetensors.torch", "sympy"}
+HEAVY = {*SLOW.values(), "numpy", "scipy", "pandas", "uvicorn", "safetensors.torch", "sympy"}
 MISTAKES = {
     "a misspelt option": ["generate", "hi", "--temprature", "1"],
     "a misspelt command": ["genrate"],
