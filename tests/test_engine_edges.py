@@ -142,10 +142,10 @@ def test_one_prompt_alone_is_one_prompt(target: Target) -> None:
     """And not one for each of its letters or tokens."""
     [completion] = generate(target, PROMPTS[0], sampling=GREEDY)
     assert completion.token_ids == expected(target)[0]
-    with pytest.raises(TypeError, match="pass load_drafter"):
-        generate(target, [PROMPTS[0]], drafter="eagle")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="or what load_drafter returns"):
+        generate(target, [PROMPTS[0]], drafter=NgramDrafter)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="pass SamplingParams"):
-        generate(target, [PROMPTS[0]], sampling={"max_new_tokens": 4})  # type: ignore[arg-type]
+        generate(target, [PROMPTS[0]], sampling=4)  # type: ignore[arg-type]
 
 
 def test_a_prompt_shows_in_no_repr() -> None:

@@ -63,7 +63,7 @@ def resolve_drafter(drafter: DrafterLike, target: Target) -> Drafter | None:
         return drafter
     if not isinstance(drafter, str):
         raise TypeError(
-            f"a {type(drafter).__name__} is not a drafter: pass a name such as 'ngram', or what load_drafter returns"
+            f"{type(drafter).__name__} is not a drafter: pass a name such as 'ngram', or what load_drafter returns"
         )
     # Threads that ask for the same name at once get the same drafter.
     with target.lock:

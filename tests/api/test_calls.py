@@ -102,7 +102,7 @@ def test_names_from_elsewhere_lead_to_settings() -> None:
         ({"temperature": -1}, "temperature=-1 is not allowed"),
         ({"sampling": 3}, "sampling=3 is not allowed"),
         ({"sampling": [3]}, "sampling=3 is not allowed"),
-        ({"drafter": 3}, "a int is not a drafter: pass a name such as 'ngram'"),
+        ({"drafter": 3}, "int is not a drafter: pass a name such as 'ngram'"),
         ({"drafter": "nrgam"}, "drafter 'nrgam' is not known"),
         ({"drafter": "eagle"}, "no shipped eagle head fits"),
         ({"batch_size": 0}, "batch_size=0 is not allowed"),

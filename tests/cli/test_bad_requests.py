@@ -186,7 +186,8 @@ def test_wrong_usage_names_the_option(refuse, prompt_file, command, args, messag
 @pytest.mark.parametrize(
     ("command", "args", "message"),
     [
-        ("chat", ["other/target"], "other/target and --target"),
+        ("compare", ["other/target"], "other/target and --target"),
+        ("chat", ["other/target"], "other/target looks like a target"),
         ("generate", ["hello", "--n", "2"], "--n and --logprobs need JSON lines"),
         ("generate", ["hello", "--logprobs"], "--n and --logprobs need JSON lines"),
         ("generate", ["hello", "--resume"], "--overwrite and --resume are about a file"),
