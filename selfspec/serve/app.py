@@ -103,7 +103,7 @@ def create_app(service: Service, add_page: Callable[[FastAPI], None] | None = No
         async def count() -> int:
             _, body = await service.parse_as_chat(raw, CountRequest)
             with in_words_of(CountRequest.NAMES):
-                return len(await service.encode(body, len(raw)))
+                return await service.count_tokens(body, len(raw))
 
         number = await service.while_wanted(http.receive, count())
         return _nobody() if number is None else JSONResponse({"input_tokens": number})

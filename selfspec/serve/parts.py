@@ -18,7 +18,7 @@ from selfspec.serve.tool_calls import Call, ToolFormat
 REASONING, CONTENT = "reasoning", "content"
 
 
-@dataclass
+@dataclass(slots=True)
 class Said:
     """A stretch of text of one kind: reasoning or content."""
 
@@ -26,7 +26,7 @@ class Said:
     text: str
 
 
-@dataclass
+@dataclass(slots=True)
 class Parts:
     """What a piece of text adds to an answer, in its order. Two neighbours are never texts of one kind."""
 

@@ -186,8 +186,9 @@ class Service:
         """
         target = self._target(body.model)
         sampling = sampling_of(body, target, target.context_length, use_logprobs=bool(body.logprobs))
+        self._check_texts(body)
         self._check_room(sampling.n, body.drafter)
-        prompt = await self.encode(body, num_bytes)
+        prompt = await self._encode(body, num_bytes)
         begin_grammar = await self._grammar(body, prompt)
         syntax, tools = self._syntax, body.offered_tools
         assert syntax is not None
@@ -212,11 +213,11 @@ class Service:
 
         return Submitted(answer, self._submit(requests, body.drafter, prompt_field="messages"), log)
 
-    async def encode(self, body: ChatRequest, num_bytes: int) -> list[int]:
-        """The token ids of a chat's prompt."""
-        target = self._target(body.model)
-        self._check_length(sum(len(message.content or "") for message in body.messages), "a text", "messages")
-        return await self._lanes.run(num_bytes, encode_chat, target, body, self._literal)
+    async def count_tokens(self, body: ChatRequest, num_bytes: int) -> int:
+        """The number of tokens of a chat's prompt."""
+        self.check_model(body.model)
+        self._check_texts(body)
+        return len(await self._encode(body, num_bytes))
 
     async def complete(self, body: CompletionRequest, answer_id: str) -> Submitted:
         """Submit a completion request."""
@@ -252,6 +253,12 @@ class Service:
 
     def _drafter_name(self, name: str | None) -> str:
         return name or self.engine.default_drafter
+
+    async def _encode(self, body: ChatRequest, num_bytes: int) -> list[int]:
+        return await self._lanes.run(num_bytes, encode_chat, self.engine.target, body, self._literal)
+
+    def _check_texts(self, body: ChatRequest) -> None:
+        self._check_length(sum(len(message.content or "") for message in body.messages), "a text", "messages")
 
     def _check_length(self, num_characters: int, name: str, param: str) -> None:
         """Refuse a text that cannot fit into the context, before it is tokenised."""
