@@ -19,7 +19,6 @@ import typer
 from typer.testing import CliRunner
 
 from selfspec.cli.serve import first_steps, register
-from selfspec.model.target import Target
 
 PROGRAM = "import test_serve_cli; test_serve_cli.command()()"
 ENDLESS = {"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 3000, "ignore_eos": True, "stream": True}
@@ -115,6 +114,9 @@ def test_time_for_running_answers_ends(serve: Callable[..., subprocess.Popen[str
 
 
 def test_the_example_is_one_that_the_model_and_the_server_take(tiny_target_dir: Path) -> None:
+    # Here, because the servers' processes import this file.
+    from selfspec.model.target import Target
+
     side = Target.from_pretrained(tiny_target_dir).text_side()
     keyed = first_steps("http://[::1]:80", "it's", has_key=True, text_side=side).splitlines()[-1]
     words = shlex.split(keyed.removeprefix("try:  "))
