@@ -30,13 +30,15 @@ DESKTOP = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 700}
 
 # The moving picture: 720 pixels of the page, ten frames a second, at true speed unless that takes longer than ten seconds.
-FILM = {"width": 744, "height": 600}
+FILM = {"width": 744, "height": 800}
 SECONDS_PER_FRAME = 0.1
 MOST_SECONDS = 10.0
 LAST_SECONDS = 2.5
 ONLY_THE_RACE = """
   .tab-wrapper, #choices, #message, #results, #settings, #stop, .heading p:last-child { display: none !important; }
   #columns .race { grid-template-columns: repeat(3, minmax(0, 1fr)); }
+  #columns .who h2 { flex-basis: 100%; }
+  #columns .figures div:nth-child(3), #columns .details { display: none; }
 """
 
 Picture = Callable[[Page, str], None]
@@ -113,10 +115,12 @@ def film(browser: Browser, address: str, races: LocalRaces) -> None:
     page.goto(f"{address}?{urlencode({'prompt': PROMPT})}")
     page.wait_for_function("(text) => document.querySelector('#prompt textarea')?.value === text", arg=PROMPT)
     page.add_style_tag(content=ONLY_THE_RACE)
+    draw(page, end.race.html(), FILM["height"])
+    height = page.evaluate("Math.ceil(document.querySelector('.legend').getBoundingClientRect().bottom) + 4")
     frames = []
     for number in range(int(slowest / speed / SECONDS_PER_FRAME) + 1):
-        frames.append(draw(page, end.race.html(number * SECONDS_PER_FRAME * speed, is_over=False)))
-    frames.append(draw(page, end.race.html()))
+        frames.append(draw(page, end.race.html(number * SECONDS_PER_FRAME * speed, is_over=False), height))
+    frames.append(draw(page, end.race.html(), height))
     # One palette for all, from the frame that has every colour.
     palette = frames[-1].quantize(96, dither=Image.Dither.NONE)
     first, *others = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
@@ -124,10 +128,10 @@ def film(browser: Browser, address: str, races: LocalRaces) -> None:
     first.save(IMAGES / "race.gif", save_all=True, append_images=others, duration=durations, loop=0, optimize=True)
 
 
-def draw(page: Page, html: str) -> Image.Image:
-    """The page around these lanes, all frames of one size."""
+def draw(page: Page, html: str, height: int) -> Image.Image:
+    """The page around these lanes, down to a height."""
     page.evaluate("(html) => { document.querySelector('#columns > :last-child').innerHTML = html }", html)
-    clip = {"x": 12, "y": 0, "width": FILM["width"] - 24, "height": FILM["height"]}
+    clip = {"x": 12, "y": 0, "width": FILM["width"] - 24, "height": height}
     return Image.open(BytesIO(page.screenshot(clip=clip))).convert("RGB")
 
 
