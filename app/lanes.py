@@ -37,6 +37,9 @@ class Shown(Protocol):
     @property
     def seconds(self) -> float: ...
 
+    def until(self, seconds: float) -> Shown:
+        """As it stood at `seconds` of its own clock."""
+
     def figures(self) -> Figures | None:
         """None before the first step."""
 
@@ -61,12 +64,21 @@ class Scale:
     highest: int
 
 
-def race(shown: Sequence[Lane], *, max_new_tokens: int, is_over: bool, has_steps: bool, is_comparable: bool = True) -> str:
+def race(
+    shown: Sequence[Lane],
+    *,
+    max_new_tokens: int,
+    is_over: bool,
+    has_steps: bool,
+    is_level: bool = False,
+    is_comparable: bool = True,
+) -> str:
     """The race as it stands. The first column is the reference of speed-ups and verdicts.
 
     Args:
         is_over: what is incomplete was stopped.
         has_steps: ticks can be chosen when the race is over.
+        is_level: the columns took turns, by level clocks.
         is_comparable: the columns did not disturb each other.
     """
     columns = [lane.column for lane in shown]
@@ -78,6 +90,7 @@ def race(shown: Sequence[Lane], *, max_new_tokens: int, is_over: bool, has_steps
             lane,
             baselines if is_comparable else [],
             scale,
+            is_level=is_level,
             state=_state(lane.column, is_over=is_over),
             is_winner=lane.column is first,
             is_over=is_over,
@@ -126,6 +139,7 @@ def _lane(
     baselines: Sequence[Shown],
     scale: Scale,
     *,
+    is_level: bool,
     state: str,
     is_winner: bool,
     is_over: bool,
@@ -134,7 +148,7 @@ def _lane(
 ) -> str:
     column, label = lane.column, escape(lane.column.label)
     share = min(1.0, _num_tokens(column) / scale.num_tokens)
-    main, others = _figures(column, baselines, is_over=is_over or state == "done")
+    main, others = _figures(column, baselines, is_level=is_level, is_over=is_over or state == "done")
     gain = next((value for name, value, _ in main if name == "vs plain"), "–")
     prose = f'<div class="markdown">{MARKDOWN.render(column.text)}</div>' if is_over else ""
     return (
@@ -196,7 +210,7 @@ def _ribbon(column: Shown, scale: Scale, *, can_pick: bool) -> str:
 
 
 def _figures(
-    column: Shown, baselines: Sequence[Shown], *, is_over: bool
+    column: Shown, baselines: Sequence[Shown], *, is_level: bool, is_over: bool
 ) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
     """Name, value and explanation of what matters most, and of the rest."""
     own = column.figures()
@@ -209,7 +223,7 @@ def _figures(
     main = [("passes saved", saved, passes)]
     for name, baseline in zip(("vs plain", "vs transformers"), baselines, strict=False):
         is_bounded = is_over and TRANSFORMERS not in (column.name, baseline.name)
-        main.append((name, *_speedup(own, baseline, is_bounded=is_bounded)))
+        main.append((name, *_ratio(column, baseline, is_level=is_level, is_bounded=is_bounded)))
     others = [
         (
             "tokens/s",
@@ -231,15 +245,24 @@ def _figures(
     return main, others
 
 
-def _speedup(own: Figures | None, baseline: Shown, *, is_bounded: bool) -> tuple[str, str]:
-    """A ratio of decoding speeds and its explanation. One over the same passes cannot be more than the acceptance length."""
-    hint = f"speed of decoding, prefill left out, over the {baseline.label} lane of this race"
-    base = baseline.figures()
+def speedup(column: Shown, baseline: Shown, *, is_level: bool) -> float | None:
+    """A column's speed of decoding over another's, without prefill. None before it is known.
+
+    With level clocks both count as far as both had got, because a slow spell after that meets only the slower one.
+    """
+    until = min(column.seconds, baseline.seconds)
+    own, base = ((each.until(until) if is_level else each).figures() for each in (column, baseline))
     own_speed = own.decode_tokens_per_second if own else None
     base_speed = base.decode_tokens_per_second if base else None
-    if own is None or own_speed is None or base_speed is None:
+    return None if own_speed is None or base_speed is None else own_speed / base_speed
+
+
+def _ratio(column: Shown, baseline: Shown, *, is_level: bool, is_bounded: bool) -> tuple[str, str]:
+    """A speed-up and its explanation. One over the same passes cannot be more than the acceptance length."""
+    hint = f"speed of decoding, prefill left out, over the {baseline.label} lane of this race"
+    ratio, own = speedup(column, baseline, is_level=is_level), column.figures()
+    if ratio is None or own is None:
         return "–", hint
-    ratio = own_speed / base_speed
     if is_bounded and ratio > own.acceptance_length:
         noise = f"an acceptance length of {own.acceptance_length:.2f} cannot give so much, so noise is in it: race again"
         return f'{ratio:.2f}× <small class="noise">noise</small>', f"{hint}; {noise}"

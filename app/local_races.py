@@ -60,6 +60,7 @@ class Race:
             [lanes.Lane(column, spans(column.steps), badges.get(column.name, "")) for column in shown],
             max_new_tokens=self.settings.max_new_tokens,
             is_over=is_over,
+            is_level=self.settings.timing != ALONE,
             has_steps=True,
         )
 

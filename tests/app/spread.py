@@ -13,6 +13,7 @@ from statistics import median
 import typer
 
 from selfspec import Target
+from selfspec.app.lanes import speedup
 from selfspec.app.local_races import LocalRaces
 from selfspec.app.settings import ALONE, EXAMPLES, LEVEL, Settings
 from selfspec.model.default_target import default_target
@@ -24,8 +25,8 @@ def speedups(races: LocalRaces, settings: Settings) -> list[float]:
     """Each drafter's decoding speed over that of plain decoding in one race."""
     *_, end = races.race(settings, [], "spread")
     assert end.race is not None
-    plain, *others = (column.figures().decode_tokens_per_second for column in end.race.columns)
-    return [other / plain for other in others]
+    plain, *others = end.race.columns
+    return [speedup(column, plain, is_level=settings.timing == LEVEL) or 0.0 for column in others]
 
 
 def main() -> None:

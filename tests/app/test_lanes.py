@@ -55,6 +55,15 @@ def test_a_speed_up_that_cannot_be_is_called_noise():
     assert shown(race(plain, column(TRANSFORMERS, 1.0, 1.5, 2.0)), "vs plain")[1] == "2.00×"
 
 
+def test_with_level_clocks_a_slow_spell_counts_only_while_both_run():
+    # The spell slows plain decoding to a token in 5 seconds, when the other has ended long ago.
+    plain, fast = column("none", 1.0, 2.0, 3.0, 8.0, 13.0), column("x", 1.0, 2.0, 3.0, num_tokens=2)
+    assert lanes.speedup(fast, plain, is_level=True) == 2.0
+    assert lanes.speedup(fast, plain, is_level=False) == 6.0
+    assert lanes.speedup(column("x", 0.5), plain, is_level=True) is None
+    assert shown(race(plain, fast, is_level=True), "vs plain")[1] == "2.00×"
+
+
 def states(html: str) -> list[str]:
     return re.findall(r'<section class="column ([^"]+)">', html)
 
