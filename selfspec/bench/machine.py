@@ -130,8 +130,8 @@ class Measured:
 def measure(target: Target) -> Measured:
     """Measure a target on its device; some seconds on a CPU.
 
-    Bandwidth is measured before the passes and after them, and the faster counts, because other work makes a machine slower
-    and never faster.
+    Bandwidth is measured before the passes and after them, and the faster counts, because other work slows a machine down at
+    times, and never speeds it up.
     """
     # Not above, because doctor needs no transformers.
     from selfspec.bench.steps import weight_bytes
