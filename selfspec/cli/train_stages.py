@@ -85,6 +85,10 @@ class Training:
         file = self.output / CHOICES_NAME
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
+    def started_from(self) -> str | None:
+        """The head that the training started from; None if its weights were new."""
+        return (self.choices() or {}).get("start")
+
     def prepare(
         self, sources: Sequence[str], sampling: SamplingParams, cleaning: CleanOptions, options: PrepareOptions
     ) -> Prepared | None:
@@ -134,8 +138,16 @@ class Training:
     def next_lines(self) -> list[str]:
         """What can be done with the head now."""
         head = self.output / HEAD_FOLDER
+        lengths = {row["name"]: row["acceptance_length"] for row in self.record()["compared"]}
+        worse = []
+        if lengths[NEW] <= lengths.get(BEFORE, 0):
+            worse = [
+                f"the new head drafts no better than the one it started from ({lengths[NEW]:.2f} tokens a pass, not "
+                f"{lengths[BEFORE]:.2f}): serve that one, {self.started_from()}, or train on more conversations"
+            ]
         flags = "".join(f" --{name} {value}" for name in ("target", "adapter") if (value := getattr(self.target, name)))
         return [
+            *worse,
             f"the head, with its card and curves: {head}",
             f"serve it: selfspec serve{flags} --drafter {self.kind.drafter}:{head}",
             f"share it: hf upload YOUR_NAME/{self.output.name} {head}",
@@ -231,7 +243,7 @@ class Training:
             sampling = SamplingParams(max_new_tokens=128 if has_gpu else 48)
             prompts = self._prompts(target, sampling)[: 32 if has_gpu else 6]
             drafters: dict[str, Drafter | None] = {"none": None, "ngram": load_drafter("ngram", target)}
-            if start := (self.choices() or {}).get("start"):
+            if start := self.started_from():
                 drafters[BEFORE] = load_drafter(f"{self.kind.drafter}:{start}", target)
             drafters[NEW] = load_drafter(f"{self.kind.drafter}:{self.output / HEAD_FOLDER}", target)
             runs = {name: drafter_run(target, prompts, drafter, sampling=sampling) for name, drafter in drafters.items()}

@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 from selfspec import SamplingParams, Target, generate, load_drafter
 from selfspec.cli import train as train_command
 from selfspec.cli.main import app
+from selfspec.config import TargetOptions
+from selfspec.traffic.prepare import WritingOptions
 
 pytest.importorskip("accelerate", reason="training needs accelerate: pip install 'selfspec[train]'")
 pytest.importorskip("datasketch", reason="cleaning needs datasketch: pip install 'selfspec[train]'")
@@ -172,3 +174,17 @@ def test_a_folder_of_another_request_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run" / "data").mkdir()
     train_command.open_output(tmp_path / "run", {**request, "minutes": 5.0}, overwrite=True)
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["request.json"]
+
+
+def test_a_head_that_became_no_better_is_told(tmp_path: Path) -> None:
+    from selfspec.cli.train_stages import BEFORE, NEW, Training
+
+    training = Training("medusa", tmp_path, 1, "none", TargetOptions(), WritingOptions())
+    (tmp_path / "choices.json").write_text(json.dumps({"start": "heads/first"}))
+    for before, is_worse in ((1.5, False), (2.5, True)):
+        compared = [{"name": BEFORE, "acceptance_length": before}, {"name": NEW, "acceptance_length": 2.0}]
+        (tmp_path / "run.json").write_text(json.dumps({"compared": compared}))
+        lines = training.next_lines()
+        assert is_worse == any("no better than the one it started from" in line for line in lines)
+        assert lines[-2] == f"serve it: selfspec serve --drafter medusa:{tmp_path / 'head'}"
+    assert "(2.00 tokens a pass, not 2.50): serve that one, heads/first, or" in lines[0]
