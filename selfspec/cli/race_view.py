@@ -73,7 +73,7 @@ class RaceView:
         """Print the question in one line."""
         question = row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
         self._console.print()
-        self._console.print(Text(" ".join(question.split()), style="bold", overflow="ellipsis", no_wrap=True))
+        self._console.print(Text(" ".join(question.split()), style="bold"), overflow="ellipsis", no_wrap=True)
 
     def follow(self, race: Iterable[Lane]) -> list[Lane]:
         """Show a race until all its lanes are done, and return them."""
