@@ -57,41 +57,52 @@ class RaceView:
     """Shows one race.
 
     Args:
+        row: the prompt.
         texts: a stream of text for each lane, by the lane's name; the first is the one to show where there is no room.
         ends: the token ids that end an answer.
         max_tokens: the most tokens of an answer.
     """
 
-    def __init__(self, console: Console, texts: Mapping[str, TextStream], *, ends: Iterable[int], max_tokens: int) -> None:
+    def __init__(
+        self, console: Console, row: PromptRow, texts: Mapping[str, TextStream], *, ends: Iterable[int], max_tokens: int
+    ) -> None:
         self._console = console
+        question = row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
+        self._question = Text(" ".join(question.split()), style="bold")
         self._lanes = {name: Lane(name) for name in texts}
         self._writings = {name: Writing(stream) for name, stream in texts.items()}
         self._ends = frozenset(ends)
         self._max_tokens = max_tokens
 
-    def ask(self, row: PromptRow) -> None:
-        """Print the question in one line."""
-        question = row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
-        self._console.print()
-        self._console.print(Text(" ".join(question.split()), style="bold"), overflow="ellipsis", no_wrap=True)
-
     def follow(self, race: Iterable[Lane]) -> list[Lane]:
-        """Show a race until all its lanes are done, and return them."""
+        """Show the question and a race until all its lanes are done, and return them."""
+        self._ask(self._console)
         if self._console.is_terminal and self._console.width >= 2 * COLUMN_WIDTH:
             self._show_columns(race)
         else:
             self._show_lines(race)
         return list(self._lanes.values())
 
+    def draw(self, console: Console) -> None:
+        """Print the race as it stands now, in columns."""
+        self._ask(console)
+        console.print(self._frame(console))
+
+    def _ask(self, console: Console) -> None:
+        console.print()
+        console.print(self._question, overflow="ellipsis", no_wrap=True)
+
     def _show_columns(self, race: Iterable[Lane]) -> None:
         shown = 0.0
-        with Live(self._frame(), console=self._console, auto_refresh=False, vertical_overflow="visible") as live:
+        with Live(
+            self._frame(self._console), console=self._console, auto_refresh=False, vertical_overflow="visible"
+        ) as live:
             for lane in race:
                 self._take(lane)
                 if time.perf_counter() - shown >= SECONDS_PER_FRAME:
-                    live.update(self._frame(), refresh=True)
+                    live.update(self._frame(self._console), refresh=True)
                     shown = time.perf_counter()
-            live.update(self._frame(), refresh=True)
+            live.update(self._frame(self._console), refresh=True)
 
     def _show_lines(self, race: Iterable[Lane]) -> None:
         first = next(iter(self._lanes))
@@ -109,20 +120,20 @@ class RaceView:
         self._lanes[lane.name] = lane
         return self._writings[lane.name].catch_up(lane, self._ends)
 
-    def _frame(self) -> RenderableType:
+    def _frame(self, console: Console) -> RenderableType:
         bars = Table.grid(padding=(0, 2, 0, 0))
         longest = max((len(lane.token_ids) for lane in self._lanes.values() if lane.is_done), default=self._max_tokens)
         for lane in self._lanes.values():
             filled = min(BAR_WIDTH, BAR_WIDTH * len(lane.token_ids) // longest)
             bar = Text("━" * filled, style="cyan" if lane.is_done else "blue").append("─" * (BAR_WIDTH - filled), "dim")
             bars.add_row(lane.name, bar, _figures(lane))
-        num_columns = min(len(self._lanes), self._console.width // COLUMN_WIDTH)
+        num_columns = min(len(self._lanes), max(1, console.width // COLUMN_WIDTH))
         # What is higher than the terminal cannot be drawn over, so long answers show their ends.
-        num_lines = max(3, self._console.height - len(self._lanes) - 6)
+        num_lines = max(3, console.height - len(self._lanes) - 6)
         columns = Table.grid(expand=True)
         for _ in range(num_columns):
             columns.add_column(ratio=1)
-        width = self._console.width // num_columns - 4
+        width = console.width // num_columns - 4
         columns.add_row(*(self._panel(name, width, num_lines) for name in list(self._lanes)[:num_columns]))
         return Group(bars, columns)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -20,7 +21,9 @@ ACCEPTANCE = "Acceptance length: tokens per target pass, bonus token included."
 NOISE = "?: more than the acceptance length allows, so it is noise of a busy machine: measure it again."
 
 
-def show_comparison(modes: Sequence[Mode], answer_ids: Sequence[str | int], *, note: str = "") -> None:
+def show_comparison(
+    modes: Sequence[Mode], answer_ids: Sequence[str | int], *, note: str = "", console: Console = stdout
+) -> None:
     """One row for each mode. Outputs are compared with plain decoding's, speeds with transformers', too, if it ran."""
     by_name = {mode.name: mode for mode in modes}
     plain, baseline = by_name[PLAIN], by_name.get(BASELINE)
@@ -44,6 +47,7 @@ def show_comparison(modes: Sequence[Mode], answer_ids: Sequence[str | int], *, n
         f"Answers: {len(answer_ids)}, tokens: {plain.num_tokens}. Speeds include reading the prompts.",
         f"Passes saved: of one pass a token, which is what plain decoding ({PLAIN}) takes. {ACCEPTANCE}",
         note,
+        console=console,
     )
 
 
@@ -118,16 +122,16 @@ def _table(first: str, *headings: str) -> Table:
     return table
 
 
-def _show(table: Table, *paragraphs: str) -> None:
+def _show(table: Table, *paragraphs: str, console: Console = stdout) -> None:
     """A table and what its columns mean, and what its marks mean if it has any."""
     has_marks = any(
         isinstance(cell, Text) and cell.plain.endswith(" ?") for column in table.columns for cell in column.cells
     )
-    stdout.print()
-    stdout.print(table)
-    stdout.print()
+    console.print()
+    console.print(table)
+    console.print()
     for paragraph in filter(None, (*paragraphs, NOISE if has_marks else "")):
-        stdout.print(paragraph, markup=False)
+        console.print(paragraph, markup=False)
 
 
 def _environment(environment: Mapping[str, object]) -> str:

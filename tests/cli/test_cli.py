@@ -205,11 +205,15 @@ def test_compare_with_transformers(run, prompt_file):
     assert "is not known" in run("compare", "--baseline", "vllm", code=1).stderr
 
 
-def test_demo_shows_text_and_figures(run):
+def test_demo_shows_text_and_figures(run, tmp_path):
     output = run("demo", "--max-new-tokens", 2, "--full").output
     assert "business etiquette" in output
     assert "identical" in output
-    short = run("demo", "--max-new-tokens", 2).output
+    picture = tmp_path / "demo.svg"
+    short = run("demo", "--max-new-tokens", 2, "--picture", picture).output
+    drawn = picture.read_text()
+    assert drawn.startswith("<svg") and "identical" in drawn and "palindrome" in drawn and "ngram" in drawn
+    assert "ends in .svg" in run("demo", "--picture", tmp_path / "demo.gif", code=1).stderr
     assert "palindrome" in short and short.count("[cut here]") == 3
     assert short.index("ngram") < short.index("transformers") < short.index("none")
     # The tiny model's warning is about the default target.

@@ -47,8 +47,8 @@ def follow(tiny_tokenizer: PreTrainedTokenizerFast):
             yield from (Turn([token_id]) for token_id in [*ids, *end])
 
         texts = {name: TextStream(tiny_tokenizer) for name in NAMES}
-        view = RaceView(console, texts, ends=[tiny_tokenizer.eos_token_id], max_tokens=len(ids))
-        view.ask(PromptRow("a", [{"role": "user", "content": "Where\n did the cat sit? " + "long " * 40}]))
+        row = PromptRow("a", [{"role": "user", "content": "Where\n did the cat sit? " + "long " * 40}])
+        view = RaceView(console, row, texts, ends=[tiny_tokenizer.eos_token_id], max_tokens=len(ids))
         lanes = view.follow(race_level({name: drafted() if name == "eagle" else plain() for name in NAMES}))
         assert {stream.text for stream in texts.values()} == {text}
         return lanes
