@@ -21,12 +21,10 @@ from torch import nn
 
 from selfspec.model import threads
 from selfspec.model.half_linear import HalfLinear, can_halve
-from selfspec.model.memory import release_free_memory
+from selfspec.model.memory import Releases, release_free_memory
 from selfspec.model.packed_linear import PackedLinear, can_pack
 from selfspec.model.shared_input import is_plain
 
-# Bytes of plain weights after which freed ones are given back.
-RELEASE_EVERY = 8 << 20
 # The numbers of rows that are timed: plain decoding's, and those of small trees and of larger ones.
 ROWS = (1, 4, 8)
 # Weights of each shape that are timed in turn, because decoding finds no weight in the processor's cache.
@@ -34,7 +32,7 @@ NUM_COPIES = 2
 # The least of so many times counts, because other work on the machine only adds to them.
 NUM_REPEATS = 3
 # Of a larger weight only the first rows are timed.
-MAX_TIMED_BYTES = 8 << 20
+MAX_TIMED_BYTES = 4 << 20
 # Smaller models fit into a processor's cache, and their layers' times say little.
 MIN_TIMED_BYTES = 32 << 20
 
@@ -102,17 +100,15 @@ def lay_out_linear_layers(
         choose_num_threads(distinct, forms[0])
     ranked = ranking(distinct, forms, torch.get_num_threads()) if is_large else {}
     counts: Counter[str] = Counter()
-    num_bytes = 0
+    releases = Releases()
     # The LM head, which is often the largest, comes last, when the others have given back what they freed.
     for (parent, name), size in reversed(list(zip(places, sizes, strict=True))):
         linear: Any = parent.get_submodule(name)
         form = _replace(parent, name, linear, ranked.get(size, forms), (tables or {}).get(id(linear.weight)))
         counts[form] += 1
-        num_bytes += linear.weight.nbytes
+        num_bytes = linear.weight.nbytes
         del linear
-        if num_bytes >= RELEASE_EVERY:
-            release_free_memory()
-            num_bytes = 0
+        releases.note(num_bytes)
     release_free_memory()
     return counts
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+# Bytes of freed weights after which they are given back.
+RELEASE_EVERY = 8 << 20
+
 
 def release_free_memory() -> None:
     """Give memory that was freed back to the system, where the C library is glibc.
@@ -17,6 +20,20 @@ def release_free_memory() -> None:
     """
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
+
+
+class Releases:
+    """Gives freed memory back each time that enough has been freed, because each time takes milliseconds."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+
+    def note(self, num_bytes: int) -> None:
+        """So many more bytes have been freed."""
+        self._num_bytes += num_bytes
+        if self._num_bytes >= RELEASE_EVERY:
+            release_free_memory()
+            self._num_bytes = 0
 
 
 @dataclass(frozen=True)

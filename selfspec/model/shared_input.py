@@ -8,6 +8,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from selfspec.model.memory import Releases
+
 # Sibling layers that read the same input.
 MERGED_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -85,7 +87,10 @@ class MergedLayer(nn.Module):
 
 def merge_layers(model: nn.Module) -> None:
     """Merge every group of plain float32 layers on the CPU that read the same input, in place."""
-    for parent in list(model.modules()):
+    releases = Releases()
+    # Not all modules, because a list of the layers themselves would keep every plain weight until the last is merged.
+    parents = [module for module in model.modules() if any(set(names) <= set(module._modules) for names in MERGED_NAMES)]
+    for parent in parents:
         for names in MERGED_NAMES:
             layers = [parent._modules.get(name) for name in names]
             linears: list[Any] = [layer for layer in layers if layer is not None and is_plain(layer)]
@@ -94,6 +99,8 @@ def merge_layers(model: nn.Module) -> None:
             merged = MergedLayers(linears)
             for index, name in enumerate(names):
                 setattr(parent, name, MergedLayer(merged, index))
+            del layers, linears
+            releases.note(merged.whole.weight.nbytes)
 
 
 def is_plain(module: nn.Module) -> bool:
