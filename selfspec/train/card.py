@@ -97,7 +97,8 @@ def add_comparison(directory: Path, rows: Sequence[Compared]) -> None:
     lines = "\n".join(f"| {' | '.join([row.name, *row.figures()])} |" for row in rows)
     section = (
         f"## Speed\n\n{rows[0].num_prompts} held-out prompts, greedy, one at a time, {rows[0].num_tokens} tokens, on the "
-        "machine that trained the head; prefill included. `none` is selfspec without drafts.\n\n"
+        "machine that trained the head; prefill included. Every pass drafts, without the cost "
+        "guard. `none` is selfspec without drafts.\n\n"
         "| | tokens per pass | tokens/s | vs plain | vs transformers | same tokens |\n"
         f"| --- | --- | --- | --- | --- | --- |\n{lines}\n"
     )

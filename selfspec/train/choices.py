@@ -22,7 +22,7 @@ NUM_MEASURED = 3
 # weights has less to learn.
 MOST_EPOCHS, MOST_EPOCHS_ON = 20, 5
 # For a head that starts from trained weights: smaller than the recipes', to keep what it knows.
-LEARNING_RATE_ON = 2e-4
+LEARNING_RATE_ON = 5e-5
 NUM_EVALUATIONS = 3
 # Evaluations take at most this share of the time.
 EVALUATION_SHARE = 0.3
@@ -130,13 +130,12 @@ class Situation:
 
     def _start(self, head: str) -> dict[str, Any]:
         """The head's shape and, where it starts from another, how fast it learns."""
-        # Each unrolled step and each token of the draft vocabulary costs time, which a CPU has not.
-        steps = {"num_steps": 4} if head == "eagle" and not self.has_gpu else {}
         if self.start is not None:
-            return {"learning_rate": LEARNING_RATE_ON, **steps, **KINDS[head].shape_of(self.start)}
+            return {"learning_rate": LEARNING_RATE_ON, **KINDS[head].shape_of(self.start)}
         last = self.num_layers - 1
         shapes: dict[str, dict[str, Any]] = {
-            "eagle": {} if self.has_gpu else {"draft_vocab_size": 4096, **steps},
+            # Each unrolled step and each token of the draft vocabulary costs time, which a CPU has not.
+            "eagle": {} if self.has_gpu else {"num_steps": 4, "draft_vocab_size": 4096},
             "medusa": {},
             "early_exit": {"exit_layer": max(1, self.num_layers // 2), "blocks": [last]},
             "draft": {"blocks": list(range(min(3, self.num_layers)))},
