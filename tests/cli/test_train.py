@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import Result
 from support_cli import KILLER, ROOT
 from typer.testing import CliRunner
@@ -20,6 +21,8 @@ from selfspec import SamplingParams, Target, generate, load_drafter
 from selfspec.cli import train as train_command
 from selfspec.cli.main import app
 from selfspec.config import TargetOptions
+from selfspec.drafters.shipped import identity
+from selfspec.heads.medusa import MedusaConfig, MedusaHead
 from selfspec.traffic.prepare import WritingOptions
 
 pytest.importorskip("accelerate", reason="training needs accelerate: pip install 'selfspec[train]'")
@@ -111,19 +114,22 @@ def test_a_killed_run_goes_on_with_the_same_command(
     assert steps == sorted(set(steps)), "no step is trained twice"
 
 
-def test_a_head_starts_from_one_that_is_trained(arguments: Callable[..., list[str]], tmp_path: Path) -> None:
-    first = run(arguments("--head", "medusa"))
-    assert first.exit_code == 0, first.output
-    before = json.loads((tmp_path / "run" / "run.json").read_text())
-    start = tmp_path / "first"
-    (tmp_path / "run" / "head").rename(start)
-    result = run(arguments("--head", "medusa", "--start-from", start, "--overwrite"))
+def test_a_head_starts_from_one_that_is_trained(
+    arguments: Callable[..., list[str]], tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    """It has that head's shape, and its weights, but for what a gentle training moves."""
+    target = Target.from_pretrained(tiny_target_dir)
+    start = MedusaHead(MedusaConfig(target=identity(target), num_heads=3, num_blocks=1, has_root_input=True))
+    for parameter in start.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    start.save_pretrained(tmp_path / "first")
+    result = run(arguments("--head", "medusa", "--start-from", tmp_path / "first"))
     assert result.exit_code == 0, result.output
+    trained = MedusaHead.from_pretrained(tmp_path / "run" / "head", dtype=torch.float32).state_dict()
+    assert all((trained[name] - value).abs().max() < 0.02 for name, value in start.state_dict().items())
     record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert record["settings"]["data"]["init_head"] == str(start)
+    assert record["settings"]["data"]["init_head"] == str(tmp_path / "first")
     assert [row["name"] for row in record["compared"]][2:4] == ["the head before", "the new head"]
-    assert record["losses"][0]["loss"] < 0.9 * before["losses"][0]["loss"]
-    assert record["losses"][0]["loss"] < 1.3 * before["losses"][-1]["loss"], "it goes on where the other ended"
 
 
 @pytest.mark.parametrize(
