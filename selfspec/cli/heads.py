@@ -185,9 +185,9 @@ def show_readings(readings: "list[Reading]") -> None:
 
     from selfspec.cli.display import stdout
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="drafts that are right at each depth", title_justify="left")
     for depth in range(1, 1 + readings[0].hits.shape[1]):
-        table.add_column(f"right at\ndepth {depth}", justify="right", no_wrap=True)
+        table.add_column(f"depth\n{depth}", justify="right", no_wrap=True)
     table.add_column("tokens\n/pass", justify="right", no_wrap=True)
     table.add_column("the head, read")
     for reading in readings:
