@@ -50,7 +50,7 @@ def command(
         own = inspect.signature(function, eval_str=True).parameters.values()
         parameters = []
         if TargetOptions in groups.values() and not any(map(_is_argument, own)):
-            parameters.append(_option("model", Annotated[str | None, MODEL], None))
+            parameters.append(_option("target_argument", Annotated[str | None, MODEL], None))
         for parameter in own:
             parameters += _field_options(groups[parameter.name], without) if parameter.name in groups else [parameter]
         debug = typer.Option("--debug", help="show the full traceback of an error")
@@ -58,15 +58,17 @@ def command(
         for parameter in parameters:
             name_value(parameter)
 
-        def run(*, debug: bool, model: str | None = None, **values: Any) -> None:
+        def run(*, debug: bool, target_argument: str | None = None, **values: Any) -> None:
             # transformers imports torchao if it is installed, and torchao then logs kernels of other devices.
             for library in ("torchao", "torch.utils._pytree"):
                 logging.getLogger(library).setLevel(logging.ERROR)
             with reported_failures(debug):
-                if model is not None:
+                if target_argument is not None:
                     if values["target"] is not None:
-                        raise ValueError(f"{model} and --target {values['target']} both name a target: give one of them")
-                    values["target"] = model
+                        raise ValueError(
+                            f"{target_argument} and --target {values['target']} both name a target: give one of them"
+                        )
+                    values["target"] = target_argument
                 for name, group in groups.items():
                     fields = [option.name for option in _field_options(group, without)]
                     values[name] = group(**{field: values.pop(field) for field in fields})
