@@ -4,7 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from selfspec.api import Completion, Piece, StreamEvent, custom_generate, generate, generate_iter, stream
+    from selfspec.api import Completion, Piece, StreamEvent, generate, generate_iter, stream
+    from selfspec.api.plugin import custom_generate
     from selfspec.config import SamplingParams
     from selfspec.drafters import Drafter, load_drafter
     from selfspec.engine import AsyncEngine
@@ -21,7 +22,7 @@ _HOMES = {
     "SamplingParams": "selfspec.config",
     "StreamEvent": "selfspec.api",
     "Target": "selfspec.model.target",
-    "custom_generate": "selfspec.api",
+    "custom_generate": "selfspec.api.plugin",
     "generate": "selfspec.api",
     "generate_iter": "selfspec.api",
     "load_drafter": "selfspec.drafters",

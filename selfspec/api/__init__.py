@@ -1,7 +1,6 @@
 """The library's front door: prompts in, completions or a stream of text out."""
 
 from selfspec.api.calls import generate, generate_iter, stream
-from selfspec.api.plugin import custom_generate
 from selfspec.api.prompts import Prompt, encode
 from selfspec.loop.answer import Completion, Piece, StreamEvent, completion_of
 
@@ -11,7 +10,6 @@ __all__ = [
     "Prompt",
     "StreamEvent",
     "completion_of",
-    "custom_generate",
     "encode",
     "generate",
     "generate_iter",
