@@ -34,8 +34,8 @@ MAX_COPIED_BYTES = 2e9
 WARM_UP_PROMPT = "Say hello."
 
 LEVEL_NOTE = (
-    "Level clocks: whoever is furthest behind takes the next step, so a slow spell of the machine meets all. "
-    "“Measure alone” runs each by itself."
+    "Level clocks: whoever is furthest behind takes the next step, so a slow spell of the machine meets all. “Measure "
+    "alone” runs each by itself."
 )
 ALONE_NOTE = "Each column ran alone on this machine, after a warm-up."
 SAMPLED_NOTE = " transformers is left out, because its samples cannot be compared."

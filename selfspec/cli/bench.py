@@ -13,7 +13,7 @@ from selfspec.cli import compare as comparing
 from selfspec.cli.bench_runtime import ExpandOption, drafter_names, load_for_bench
 from selfspec.cli.options import command
 from selfspec.cli.record_options import RecordOptions
-from selfspec.config import DEFAULT_DRAFTER, DraftOptions, SamplingParams, TargetOptions
+from selfspec.config import DraftOptions, SamplingParams, TargetOptions
 from selfspec.model.default_target import source_of
 from selfspec.traffic.prompt_files import PromptRow
 
@@ -40,7 +40,7 @@ def bench(
     *,
     target: TargetOptions,
     expand: ExpandOption = None,
-    drafters: comparing.DraftersOption = DEFAULT_DRAFTER,
+    drafters: comparing.DraftersOption = "auto",
     draft: DraftOptions,
     prompts: Annotated[
         str, typer.Option("--prompts", help="spec_bench, humaneval, or a prompt file with a category in each row")

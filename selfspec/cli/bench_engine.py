@@ -11,7 +11,7 @@ from selfspec.cli.bench_runtime import ExpandOption, drafter_names, load_for_ben
 from selfspec.cli.generate import DrafterOption
 from selfspec.cli.options import command
 from selfspec.cli.record_options import RecordOptions
-from selfspec.config import DEFAULT_DRAFTER, DraftOptions, SamplingParams, TargetOptions
+from selfspec.config import DraftOptions, SamplingParams, TargetOptions
 from selfspec.model.default_target import source_of
 
 
@@ -24,7 +24,7 @@ def bench_engine(
     *,
     target: TargetOptions,
     expand: ExpandOption = None,
-    drafter: DrafterOption = DEFAULT_DRAFTER,
+    drafter: DrafterOption = "auto",
     draft: DraftOptions,
     streams: Annotated[
         str, typer.Option("--streams", help="numbers of simultaneous streams to measure, with commas")

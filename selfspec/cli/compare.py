@@ -9,7 +9,7 @@ from selfspec.bench.prompts import DEMO_PROMPTS
 from selfspec.cli.generate import PROMPT_FILE_HELP, BatchSizeOption
 from selfspec.cli.loading import load_quietly
 from selfspec.cli.options import command
-from selfspec.config import DEFAULT_DRAFTER, DraftOptions, SamplingParams, TargetOptions
+from selfspec.config import DraftOptions, SamplingParams, TargetOptions
 from selfspec.model.default_target import source_of
 from selfspec.traffic.prompt_files import PromptRow, read_prompts
 
@@ -31,7 +31,7 @@ def compare(
         Path | None, typer.Option("--prompt-file", help=f"{PROMPT_FILE_HELP}; a dozen packaged prompts by default")
     ] = None,
     target: TargetOptions,
-    drafters: DraftersOption = DEFAULT_DRAFTER,
+    drafters: DraftersOption = "auto",
     draft: DraftOptions,
     sampling: SamplingParams,
     batch_size: BatchSizeOption = 1,
