@@ -83,11 +83,12 @@ def test_requests_and_the_end_are_logged(serve: Callable[..., subprocess.Popen[s
     """After the address come the routes and a request to paste."""
     process = serve("--served-name", "mine")
     url = address(process)
+    assert process.stdout is not None
+    *routes, example = [process.stdout.readline().strip() for _ in range(4)]
     body = {"model": "mine", "prompt": "the cat", "max_tokens": 2, "ignore_eos": True}
     assert httpx.post(f"{url}/completions", json=body, timeout=60).status_code == 200
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=30)
-    *routes, example = out.splitlines()
+    _, err = process.communicate(timeout=30)
     assert all(route in " ".join(routes) for route in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/health"))
     assert example.startswith(f"try:  curl {url}/chat/completions -H 'Content-Type: application/json' -d '{{")
     assert json.loads(shlex.split(example)[-1])["model"] == "mine"
