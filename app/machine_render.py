@@ -7,7 +7,7 @@ from html import escape
 
 from selfspec.app import charts
 from selfspec.app.charts import Axes, Series
-from selfspec.app.race import Column
+from selfspec.app.records import Column
 from selfspec.app.render import facts, note
 from selfspec.app.settings import TRANSFORMERS
 from selfspec.bench.machine import Ceiling, Machine, Measured, cheap_nodes, levers, verdict
@@ -25,15 +25,6 @@ def about(machine: Machine, device: str, dtype: str) -> str:
     )
 
 
-def decode_speed(column: Column) -> float | None:
-    """Tokens per second after the first step, which holds the prefill; None for fewer than two steps."""
-    if len(column.steps) < 2:
-        return None
-    first, last = column.steps[0], column.steps[-1]
-    num_tokens = sum(len(step.token_ids) for step in column.steps[1:])
-    return num_tokens / (last.at - first.at) if last.at > first.at else None
-
-
 def standing(machine: Machine, measured: Measured, columns: Sequence[Column], *, dtype: str, is_cuda: bool) -> str:
     """The verdict, the levers and the pictures.
 
@@ -41,13 +32,15 @@ def standing(machine: Machine, measured: Measured, columns: Sequence[Column], *,
         columns: of the last race, plain decoding first; none before a race.
     """
     ceiling, times = measured.ceiling, measured.times
-    speeds = {column.label: speed for column in columns if (speed := decode_speed(column)) is not None}
+    figures = {column.label: column.figures() for column in columns}
+    speeds = {label: speed for label, each in figures.items() if each and (speed := each.decode_tokens_per_second)}
     plain_label = columns[0].label if columns else None
     plain = speeds.get(plain_label or "", 1 / times[1])
-    others = {label: speed for label, speed in speeds.items() if label != plain_label}
+    drafters = {column.label for column in columns[1:] if column.name != TRANSFORMERS}
+    others = {label: speed for label, speed in speeds.items() if label in drafters}
     best = max(others.items(), key=lambda item: item[1]) if others else None
     words = "".join(f"<li>{escape(each)}</li>" for each in levers(machine, ceiling, times, dtype=dtype, is_cuda=is_cuda))
-    figures = facts(
+    measures = facts(
         {
             "memory reads": f"{ceiling.bandwidth / 1e9:.1f} GB/s",
             "weights a token reads": f"{ceiling.bytes_per_token / 1e6:,.0f} MB",
@@ -56,7 +49,7 @@ def standing(machine: Machine, measured: Measured, columns: Sequence[Column], *,
         }
     )
     drawn = _speeds(ceiling, speeds or {"a plain pass": plain}) + _curve(measured)
-    return f'{figures}{note(verdict(ceiling, plain, best))}<ul class="levers">{words}</ul><div class="plots">{drawn}</div>'
+    return f'{measures}{note(verdict(ceiling, plain, best))}<ul class="levers">{words}</ul><div class="plots">{drawn}</div>'
 
 
 def _speeds(ceiling: Ceiling, speeds: dict[str, float]) -> str:

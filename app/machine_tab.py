@@ -14,11 +14,20 @@ from selfspec.failures import describe
 HINT = "Measure reads memory for half a second and times passes of 1 to 64 nodes, which takes some seconds."
 
 
+def build(frame: Frame) -> None:
+    """Open the tab. A server's machine is not this one, so there is none over a server."""
+    if isinstance(frame.races, LocalRaces):
+        with gr.Tab("This machine") as tab:
+            machine = MachineTab(frame.races, frame.finished)
+        tab.select(machine.show, frame.finished, machine.outputs, **DRAWING)
+
+
 class MachineTab:
     """The tab's components and events. It compares with the race that `finished` holds."""
 
-    def __init__(self, target: Target, finished: gr.State) -> None:
-        self._target = target
+    def __init__(self, races: LocalRaces, finished: gr.State) -> None:
+        self._races = races
+        self._target = target = races.target
         self._machine = this_machine()
         self._dtype = str(target.dtype).removeprefix("torch.")
         # A measurement is of the machine, not of a visitor, so everyone sees the last one.

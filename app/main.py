@@ -15,9 +15,7 @@ from selfspec.app.compare_tab import CompareTab
 from selfspec.app.events import html
 from selfspec.app.frame import Frame
 from selfspec.app.local_races import LocalRaces
-from selfspec.app.machine_tab import MachineTab
-from selfspec.app.plan_tab import PlanTab
-from selfspec.app.races import Races
+from selfspec.app.races import MAX_WAITING, Races
 from selfspec.app.remote import Server
 from selfspec.app.remote_races import RemoteRaces
 from selfspec.model.target import Target
@@ -25,7 +23,7 @@ from selfspec.model.target import Target
 # After Compare, in this order. Each is a module with `build(frame)`, and may have `CSS`, the path of a style sheet.
 TABS = (why_tab, server_tab, heads_tab, machine_tab, plan_tab)
 
-STYLES = [Path(__file__).with_name(name) for name in ("style.css", "tabs.css")]
+STYLE = Path(__file__).with_name("style.css")
 # Gradio ships this font, so nothing is loaded from elsewhere. Its weight 600 lacks letters; 700 has them all.
 FONT = gr.themes.utils.fonts.LocalFont("IBM Plex Sans", weights=(400, 700))
 # Text of any kind has a contrast of at least 4.5, as WCAG AA asks for.
@@ -61,31 +59,17 @@ def build(source: Target | Server) -> gr.Blocks:
     races: Races = RemoteRaces(source, MAX_WAITING) if isinstance(source, Server) else LocalRaces(source, MAX_WAITING)
     races.prepare()
     with gr.Blocks(title="selfspec", analytics_enabled=False, fill_width=True, delete_cache=(3600, 3600)) as page:
-        # The last race that ended, complete or stopped. Compare sets it, and Why shows it.
-        finished = gr.State(None)
-        if isinstance(source, Server):
-            html(render.heading("the server's model", source.url))
-            races: Races = RemoteRaces(source)
-        else:
-            html(render.heading(Path(source.name).name, str(source.dtype).removeprefix("torch."), str(source.device)))
-            races = LocalRaces(source)
-        with gr.Tab("Compare"):
-            compare = CompareTab(races, finished, has_target=not is_remote)
-        with gr.Tab("Why"):
-            if isinstance(races, LocalRaces):
-                WhyTab(finished)
-            else:
-                html(render.note(WHY_NEEDS_A_TARGET))
-        if isinstance(races, LocalRaces):
-            with gr.Tab("Heads"):
-                HeadsTab(races, compare.drafters)
-            with gr.Tab("This machine") as machine_tab:
-                machine = MachineTab(races.target, finished)
-            machine_tab.select(machine.show, finished, machine.outputs, **DRAWING)
-        with gr.Tab("Plan") as tab:
-            plan = PlanTab("" if isinstance(source, Server) else source.name, races.drafters or {"ngram": "n-gram"})
-        tab.select(plan.predict, plan.inputs, plan.outputs, **DRAWING)
-        page.load(compare.follow_link, None, compare.linked, api_visibility="private", show_progress="hidden")
+        finished, picked = gr.State(None), gr.State(None)
+        heading = html(render.heading(*races.about()))
+        with gr.Tabs() as tabs:
+            with gr.Tab("Compare"):
+                compare = CompareTab(races, finished, picked, tabs, has_target=not isinstance(source, Server))
+            frame = Frame(source=source, races=races, tabs=tabs, finished=finished, picked=picked, drafters=compare.drafters)
+            for tab in TABS:
+                tab.build(frame)
+        opened = compare.load(page)
+        # A server may have another model at the next visit.
+        opened.then(lambda: render.heading(*races.about()), None, heading, show_progress="hidden", api_visibility="private")
     return page
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from selfspec.app.address import api_of
 from selfspec.app.records import Figures, Tick
 
 JSON = dict[str, Any]

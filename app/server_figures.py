@@ -101,6 +101,7 @@ def quantile(buckets: Buckets, share: float) -> float:
     low, passed = 0.0, 0.0
     for bound, count in buckets:
         if count >= wanted and count > passed:
-            return low if math.isinf(bound) else low + (bound - low) * (wanted - passed) / (count - passed)
+            # The smaller of both, because the sum may be rounded up.
+            return low if math.isinf(bound) else min(low + (bound - low) * (wanted - passed) / (count - passed), bound)
         low, passed = (low if math.isinf(bound) else bound), count
     return low

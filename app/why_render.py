@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from html import escape
 
 from selfspec.app import charts
-from selfspec.app.race import Column, Node, StepRecord
-from selfspec.app.render import legend
-from selfspec.app.words import count, fate, milliseconds, origin, origin_class, percent, visible
+from selfspec.app.records import Column, Node, StepRecord
+from selfspec.app.render import legend, spans
+from selfspec.app.words import count, fate, milliseconds, origin, percent, visible
 
 # The sizes of the drawn tree, in pixels.
 COLUMN_WIDTH, ROW_HEIGHT, BOX_WIDTH, BOX_HEIGHT = 122, 38, 102, 28
@@ -41,26 +41,16 @@ def panel(hint: str) -> str:
 
 
 def tokens(steps: Sequence[StepRecord], chosen_step: int) -> str:
-    """The text token by token, white space unchanged. Each token can be chosen; the step's first one takes the focus."""
-    parts = []
-    is_first = True
-    for number, step in enumerate(steps):
-        marks = ""
-        for k, piece in enumerate(step.pieces):
-            if piece:
-                is_focus = is_first and number >= chosen_step
-                is_first = is_first and not is_focus
-                marks += _token(step, k, number, piece, is_focus)
-        parts.append(f'<mark class="step">{marks}</mark>' if number == chosen_step else marks)
-    return "".join(parts)
+    """The text token by token. Each token can be chosen, and the first one from the step on takes the focus."""
+    shown = ((number, k) for number, step in enumerate(steps) for k, piece in enumerate(step.pieces) if piece)
+    focus = next((place for place in shown if place[0] >= chosen_step), None)
 
+    def choosable(step: StepRecord, k: int, number: int) -> str:
+        words = escape(f"“{visible(step.pieces[k])}”, {origin(step, k, number)}")
+        stop = 0 if (number, k) == focus else -1
+        return f' role="button" tabindex="{stop}" data-step="{number + 1}" data-details="{words}"'
 
-def _token(step: StepRecord, k: int, number: int, piece: str, is_focus: bool) -> str:
-    words = escape(f"“{visible(piece)}”, {origin(step, k, number)}")
-    return (
-        f'<span class="{origin_class(step, k)}" role="button" tabindex="{0 if is_focus else -1}" data-step="{number + 1}" '
-        f'data-details="{words}" title="{words}">{escape(piece)}</span>'
-    )
+    return spans(steps, chosen_step, choosable)
 
 
 def tree(step: StepRecord) -> str:

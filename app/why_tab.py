@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import gradio as gr
 
@@ -13,6 +14,16 @@ from selfspec.app.local_races import LocalRaces, Race
 from selfspec.app.records import Column
 from selfspec.app.remote_races import WHY_NEEDS_A_TARGET
 
+# Of this tab and of those after it.
+CSS = Path(__file__).with_name("tabs.css")
+
+SECONDS_PER_STEP = 0.9
+PLAY, PAUSE = "▶ Play", "❚❚ Pause"
+
+CHOOSING = Path(__file__).with_name("choosing.js").read_text(encoding="utf-8")
+# The text stays the same from step to step, and a tree does not.
+KEEPING = "element.dataset.keeps = 1;"
+
 
 def build(frame: Frame) -> None:
     """Open the tab. Over a server it can only say why it shows nothing."""
@@ -21,13 +32,6 @@ def build(frame: Frame) -> None:
             WhyTab(frame.finished, frame.picked)
         else:
             html(render.note(WHY_NEEDS_A_TARGET))
-
-SECONDS_PER_STEP = 0.9
-PLAY, PAUSE = "▶ Play", "❚❚ Pause"
-
-CHOOSING = Path(__file__).with_name("choosing.js").read_text(encoding="utf-8")
-# The text stays the same from step to step, and a tree does not.
-KEEPING = "element.dataset.keeps = 1;"
 
 
 class WhyTab:
@@ -51,6 +55,7 @@ class WhyTab:
         moved = [self._number, *drawn, self._timer, self._play]
         finished.change(self._open, finished, [self._hint, self._body, self._column, self._plots, *moved], **DRAWING)
         self._column.input(self._show_column, [finished, self._column], [self._plots, *moved], **DRAWING)
+        picked.change(self._show_picked, [finished, picked], [self._column, self._plots, *moved], **DRAWING)
         self._number.input(self._show_step, place, drawn, **DRAWING)
         previous.click(partial(self._move, by=-1), place, moved, **DRAWING)
         following.click(partial(self._move, by=1), place, moved, **DRAWING)
@@ -71,24 +76,19 @@ class WhyTab:
             **self._show_column(race, name),
         }
 
-    def _show_column(self, race: Race, name: str) -> Updates:
-        column = race.column(name)
-        # Begin with the most telling step: something was refused, and much was accepted.
-        best = max(range(len(column.steps)), key=lambda i: (column.steps[i].has_refused, column.steps[i].num_accepted))
-        return {
-            self._plots: why_render.plots(column),
-            **self._go(column, best),
-            self._number: gr.Slider(maximum=max(2, len(column.steps)), value=best + 1),
-        }
-
     def _show_picked(self, race: Race, picked: tuple[str, int, int]) -> Updates:
         name, at, _ = picked
+        return {self._column: name, **self._show_column(race, name, at)}
+
+    def _show_column(self, race: Race, name: str, at: int | None = None) -> Updates:
         column = race.column(name)
+        if at is None:
+            # Begin with the most telling step: something was refused, and much was accepted.
+            at = max(range(len(column.steps)), key=lambda i: (column.steps[i].has_refused, column.steps[i].num_accepted))
         return {
-            self._column: name,
+            self._plots: why_render.plots(column),
+            **self._go(column, at),
             self._number: gr.Slider(maximum=max(2, len(column.steps)), value=at + 1),
-            self._plots: render.plots(column),
-            **self._draw(column, at),
         }
 
     def _show_step(self, race: Race, name: str, number: int) -> Updates:

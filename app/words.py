@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from selfspec.app.race import Node, StepRecord
+from selfspec.app.records import Node, StepRecord
 
 # Deeper drafts look alike, because nobody could tell more shades apart.
 MAX_SHADE = 6

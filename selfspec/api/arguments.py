@@ -6,7 +6,7 @@ Invariant: what is wrong is refused here with one sentence, before the first tok
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -108,12 +108,24 @@ def check_name(name: str) -> None:
 
 def samplings_of(
     sampling: SamplingLike | Sequence[SamplingLike] | None, settings: Mapping[str, Any], *, top_logprobs: int = 0
-) -> SamplingParams | list[SamplingParams]:
-    """As `sampling_of`, for one setting for all prompts or a list with one for each."""
+) -> Callable[[int], SamplingParams]:
+    """As `sampling_of`, for one setting for all prompts or a list with one for each; returns a prompt's by its number.
+
+    What a list holds is checked at once. It may grow while prompts are made.
+    """
     check_top_logprobs(top_logprobs)
-    if isinstance(sampling, list | tuple):
-        return [sampling_of(each, settings, top_logprobs=top_logprobs) for each in sampling]
-    return sampling_of(sampling, settings, top_logprobs=top_logprobs)  # type: ignore[arg-type]
+    if not isinstance(sampling, list | tuple):
+        one = sampling_of(sampling, settings, top_logprobs=top_logprobs)  # type: ignore[arg-type]
+        return lambda index: one
+    for each in sampling:
+        sampling_of(each, settings, top_logprobs=top_logprobs)
+
+    def of_prompt(index: int) -> SamplingParams:
+        if index >= len(sampling):
+            raise ValueError(f"sampling has {len(sampling)} settings and there are more prompts: give one for each")
+        return sampling_of(sampling[index], settings, top_logprobs=top_logprobs)
+
+    return of_prompt
 
 
 def check_top_logprobs(top_logprobs: object) -> None:

@@ -5,15 +5,17 @@ Invariant: completions come in the order of the prompts, and the pieces of a str
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from selfspec.api.arguments import (
     DrafterLike,
     SamplingLike,
     check_target,
+    check_top_logprobs,
     planner_of,
     resolve_drafter,
+    sampling_of,
     samplings_of,
 )
 from selfspec.api.prompts import Prompt, encode, listed
@@ -110,9 +112,10 @@ def request_of(
     Raises:
         ValueError: it asks for several answers, or could never be served.
     """
-    params = samplings_of(sampling, settings, top_logprobs=top_logprobs)
-    if not isinstance(params, SamplingParams):
+    check_top_logprobs(top_logprobs)
+    if isinstance(sampling, list | tuple):
         raise TypeError("sampling is a list, and a stream answers one prompt: pass one setting")
+    params = sampling_of(sampling, settings, top_logprobs=top_logprobs)
     if params.n != 1:
         raise ValueError(f"n={params.n} is not allowed in a stream: use generate for several samples")
     check_sampling(target, params)
@@ -122,18 +125,13 @@ def request_of(
 def requests_of(
     target: Target,
     prompts: Iterable[Prompt],
-    sampling: SamplingParams | Sequence[SamplingParams],
+    sampling: Callable[[int], SamplingParams],
     order: list[tuple[int, int]],
     top_logprobs: int,
 ) -> Iterator[Request]:
     """Requests, made when places become free; `order` gets the completions to expect."""
     for index, prompt in enumerate(prompts):
-        if isinstance(sampling, SamplingParams):
-            params = sampling
-        elif index < len(sampling):
-            params = sampling[index]
-        else:
-            raise ValueError(f"sampling has {len(sampling)} settings and there are more prompts: give one for each")
+        params = sampling(index)
         token_ids = encode(target, prompt, index)
         check_sampling(target, params)
         for sample_index in range(params.n):

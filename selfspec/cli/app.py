@@ -1,12 +1,15 @@
 """`selfspec app`: the page on which drafters race."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from selfspec.app.address import api_of
 from selfspec.cli.hosts import check_host, check_port, warn_if_open
+from selfspec.cli.loading import loading
 from selfspec.cli.options import command, quiet_libraries
 from selfspec.config import TargetOptions
+from selfspec.model.default_target import source_of
 
 
 def register(cli: typer.Typer) -> None:
@@ -35,8 +38,10 @@ def register(cli: typer.Typer) -> None:
         """
         check_host(host)
         check_port(host, port)
-        if server is not None and target.target is not None:
-            raise ValueError("--target and --server exclude each other: a server has its own target")
+        if server is not None:
+            api_of(server)
+            if target.target is not None:
+                raise ValueError("--target and --server exclude each other: a server has its own target")
         name = f"the server at {server}" if server is not None else source_of(target)
         typer.echo(f"selfspec app: importing gradio and torch, then loading {name} …")
         try:
@@ -44,17 +49,16 @@ def register(cli: typer.Typer) -> None:
         except ImportError as error:
             raise ValueError("the page needs gradio: pip install 'selfspec[app]'") from error
 
-        from selfspec.app.remote import Server
-
-        warn_if_open(host, "the page has no password, so put it behind a proxy that asks for one, or leave out --host")
-        source: Any = Server(server, api_key) if server is not None else None
-
         from selfspec.app.main import serve
-        from selfspec.cli import display
+        from selfspec.app.remote import Server
         from selfspec.drafters.options import load_target
 
         quiet_libraries()
-        with display.stage(f"loading {name} and warming up"):
-            page = serve(source or load_target(target), host=host, port=port)
+        warn_if_open(host, "the page has no password, so put it behind a proxy that asks for one, or leave out --host")
+        if server is not None:
+            page = serve(Server(server, api_key), host=host, port=port)
+        else:
+            with loading(target):
+                page = serve(load_target(target), host=host, port=port)
         typer.echo(f"selfspec app: {page.local_url} (Ctrl-C ends it)")
         page.block_thread()

@@ -54,11 +54,17 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="a fifth of these prompts")] = False,
     max_new_tokens: MaxNewTokensOption = 128,
     baseline: Annotated[bool, typer.Option(help="also run transformers' own generate")] = True,
+    plain_layers: Annotated[
+        bool,
+        typer.Option("--plain-layers", help="leave the target's layers as transformers has them, to see what ours bring"),
+    ] = False,
     record: RecordOptions,
 ) -> None:
     """Measure speed task by task, greedily and one prompt at a time, against plain decoding and transformers.
 
     Example: selfspec bench --drafters ngram,eagle --tasks mt_bench --output bench.jsonl
+
+    Example: selfspec bench --quick
     """
     rows = read_benchmark(prompts)
     chosen = choose_prompts(choose_tasks(rows, tasks), per_task or None)
@@ -69,7 +75,10 @@ def bench(
         **asdict(target),
         **asdict(draft),
         **{"expand": expand, "drafters": names, "prompts": prompts, "max_new_tokens": max_new_tokens, "baseline": baseline},
+        "plain_layers": plain_layers,
     }
+    if plain_layers and expand is not None:
+        raise ValueError("--expand makes layers of its own: leave it out, or leave out --plain-layers")
     num_modes = 1 + len(names) + baseline
     writer = record.writer("bench", settings, {row.id: num_modes for row in rows})
     pending = {task: left for task, of in chosen.items() if (left := [r for r in of if r.id not in writer.finished])}
@@ -86,7 +95,7 @@ def bench(
     try:
         if pending:
             with display.stage(f"loading {source_of(target)}"):
-                loaded = load_for_bench(target, drafters, draft, expand)
+                loaded = load_for_bench(target, drafters, draft, expand, use_packing=not plain_layers)
                 task_settings = benchmark.TaskSettings(
                     sampling=SamplingParams(max_new_tokens=max_new_tokens),
                     use_cost_guard=not draft.no_cost_guard,

@@ -38,6 +38,8 @@ def bench_engine(
     """Measure the tokens per second of many streams at once, with speculation and without it, greedily.
 
     Example: selfspec bench-engine --drafter eagle --streams 1,8,32 --output engine.jsonl
+
+    Example: selfspec bench-engine --streams 1,8 --plot engine.png
     """
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", streams):
         raise ValueError(f"--streams {streams!r} is not a list of whole numbers such as 1,8,32")

@@ -59,13 +59,15 @@ def drafter_names(drafters: str) -> list[str]:
     return [name for name in dict.fromkeys(name.strip() for name in drafters.split(",")) if name not in ("", "none")]
 
 
-def load_for_bench(options: TargetOptions, drafters: str, draft: DraftOptions, expand_to: str | None) -> Loaded:
+def load_for_bench(
+    options: TargetOptions, drafters: str, draft: DraftOptions, expand_to: str | None, *, use_packing: bool = True
+) -> Loaded:
     """Load the target and the named drafters, separated by commas. `expand_to` names a shape to expand them all to."""
     from selfspec.drafters.options import load_drafter_of, load_target
 
     quiet_libraries()
     names = drafter_names(drafters)
-    source = load_target(options)
+    source = load_target(options, use_packing=use_packing)
     if expand_to is None:
         return Loaded(source, {name: load_drafter_of(draft, name, source) for name in names}, source_of(options), [])
 
@@ -182,6 +184,8 @@ def register(cli: typer.Typer) -> None:
         """Measure steps against the device's floor, the loop's stages, tokens per second, and the cost model's promise.
 
         Example: selfspec bench-runtime --drafters ngram,eagle --nodes 1,16 --json runtime.json
+
+        Example: selfspec bench-runtime --expand 8b --device cuda --dtype bfloat16 --plots plots
         """
         from selfspec.bench.pictures import has_matplotlib
         from selfspec.cli import display

@@ -39,6 +39,8 @@ def register(cli: typer.Typer) -> None:
         """Measure OpenAI-compatible servers under load over HTTP: tokens per second, latencies, acceptance.
 
         Example: selfspec bench-serve http://127.0.0.1:8000 http://127.0.0.1:9000 --name ours --name theirs
+
+        Example: selfspec bench-serve http://127.0.0.1:8000 --rate 2,4,8 --output load.json
         """
         from selfspec.bench.serve import measure, save, warnings
         from selfspec.cli import display

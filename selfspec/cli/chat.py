@@ -1,5 +1,7 @@
 """`selfspec chat`: answers appear as they are decoded, with the drafts that were accepted in colour and figures below."""
 
+import os
+import re
 import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +13,7 @@ from selfspec.cli.chat_state import Chat, run_command
 from selfspec.cli.generate import DrafterOption
 from selfspec.cli.loading import load_quietly, loading
 from selfspec.cli.options import command
-from selfspec.config import DraftOptions, SamplingParams, TargetOptions
+from selfspec.config import DEFAULT_TARGET, DraftOptions, SamplingParams, TargetOptions
 
 if TYPE_CHECKING:
     from selfspec.api import Completion, Piece
@@ -38,7 +40,11 @@ def chat(
     """Talk to the target in the terminal.
 
     Example: selfspec chat "Explain how rainbows form." --temperature 0.7
+
+    Example: selfspec chat --target Qwen/Qwen3-0.6B --drafter ngram
     """
+    if message is not None and looks_like_target(message):
+        raise ValueError(f"{message} looks like a target: write --target {message}, or type it as a message later")
     with loading(target):
         from selfspec.drafters.options import load_drafter_of
         from selfspec.loop.sequence import check_sampling
@@ -54,6 +60,11 @@ def chat(
         if target.target is None:
             typer.secho(TINY, dim=True)
     converse(Chat(model, draft, sampling, drafter=loaded, system=system), reader, message)
+
+
+def looks_like_target(message: str) -> bool:
+    """Whether a message may be meant as a target, which other commands take as their argument."""
+    return message == DEFAULT_TARGET or bool(re.fullmatch(r"[\w.-]+/[\w.-]+", message)) or os.path.isdir(message)
 
 
 def converse(state: Chat, reader: Reader, message: str | None = None) -> None:

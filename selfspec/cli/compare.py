@@ -46,6 +46,8 @@ def compare(
     """Run the same prompts through several drafters: passes saved, speed, and whether the output is the same.
 
     Example: selfspec compare --drafters ngram,eagle --max-new-tokens 128
+
+    Example: selfspec compare --prompt-file prompts.jsonl --drafters eagle
     """
     if baseline not in (None, "none", "transformers"):
         raise ValueError(f"--baseline {baseline!r} is not known: use transformers or none")

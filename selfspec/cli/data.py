@@ -69,6 +69,8 @@ def inspect(*, sources: SourcesArgument) -> None:
     """Show what data files hold: forms, counts, and the rows that cannot be used.
 
     Example: selfspec data inspect logs/
+
+    Example: selfspec data inspect chats.jsonl
     """
     check_sources(sources)
     report = Report()
@@ -108,6 +110,8 @@ def prepare(
     """Make training data of raw logs: clean and split them, and have the target write every answer. Run again, it goes on.
 
     Example: selfspec data prepare logs/ --output-dir data --max-new-tokens 512 --batch-size 32
+
+    Example: selfspec data prepare logs/ --output-dir data --keep-answers
     """
     preparation = Preparation(
         sources=sources,
@@ -134,6 +138,8 @@ def clean(
     """Leave out near-duplicates and evaluation prompts, and split the rest into a training and a held-out part.
 
     Example: selfspec data clean logs/ --output-dir data --redact
+
+    Example: selfspec data clean logs/ --output-dir data --held-out 0.1
     """
     check_sources(sources)
     reports, num_written = {"reading": Report(), "cleaning": Report()}, Counter[str]()
@@ -170,6 +176,8 @@ def regenerate(
     """Have the target write every answer anew, turn by turn.
 
     Example: selfspec data regenerate data/train.jsonl --output answered.jsonl --resume
+
+    Example: selfspec data regenerate data/train.jsonl --output answered.jsonl --drafter eagle
     """
     check_sampling(sampling)
     check_sources(sources)
@@ -219,6 +227,8 @@ def prompts(
     """Have the target write prompts too, where logs are too few; needs a --temperature above 0.
 
     Example: selfspec data prompts --number 1000 --output prompts.jsonl --temperature 1
+
+    Example: selfspec data prompts --number 320 --output prompts.jsonl --temperature 1 --max-new-tokens 48
     """
     check_drawing(sampling)
     writer, report = prompt_writer(output, number, overwrite=overwrite, resume=resume), Report()

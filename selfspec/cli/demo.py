@@ -51,6 +51,8 @@ def demo(
     Fetches the default target if it is needed and not there yet.
 
     Example: selfspec demo --drafters eagle,medusa
+
+    Example: selfspec demo --full
     """
     if picture is not None and (picture.suffix.lower() != ".svg" or not picture.parent.is_dir()):
         raise ValueError(f"--picture {picture} cannot be written: name a file that ends in .svg, in a folder that exists")

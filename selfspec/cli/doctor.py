@@ -23,6 +23,7 @@ OPTIONAL = {
     "triton": ("compiled GPU kernels; plain torch runs in their place", None),
     "accelerate": ("training", "train"),
     "datasets": ("training", "train"),
+    "matplotlib": ("pictures of benchmarks", "plots"),
     "datasketch": ("selfspec data clean", "train"),
     "peft": ("--adapter, and training of early-exit heads", "lora"),
     "fastapi": ("selfspec serve", "serve"),
@@ -59,6 +60,8 @@ def register(cli: typer.Typer) -> None:
         """Show versions, devices and settings, and what will not run here and why.
 
         Example: selfspec doctor --speed
+
+        Example: selfspec doctor --memory
         """
         from selfspec.cli import display
 

@@ -49,6 +49,8 @@ def import_head(
     """Convert a Medusa, EAGLE, EAGLE-3 or speculators checkpoint to a selfspec head.
 
     Example: selfspec import PATH_OR_ID --target PATH_OR_ID --output heads/imported
+
+    Example: selfspec import PATH_OR_ID --target PATH_OR_ID --output heads/mine --feature-layers 2,16,29
     """
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"{output} is not empty: name a new directory")
@@ -97,6 +99,8 @@ def export(
     """Write a head for another engine, and show the command that serves it there.
 
     Example: selfspec export heads/mine --format vllm --output exported
+
+    Example: selfspec export eagle --format speculators --output exported
     """
     check_format(format)
 
@@ -134,6 +138,8 @@ def verify_head(
     With --adapter, it also shows the acceptance without the adapter.
 
     Example: selfspec verify-head heads/mine --num-prompts 24
+
+    Example: selfspec verify-head eagle
     """
     from selfspec.bench.prompts import DEMO_PROMPTS
     from selfspec.cli.stage_bar import stage_bar

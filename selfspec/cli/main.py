@@ -10,7 +10,7 @@ import typer
 
 from selfspec import __version__
 from selfspec.cli import app as page
-from selfspec.cli import bench, bench_runtime, bench_serve, chat, doctor, fetch, generate, plan, serve
+from selfspec.cli import bench, bench_runtime, bench_serve, chat, doctor, fetch, generate, plan, serve, train
 from selfspec.cli.data import app as data_app
 from selfspec.cli.heads import app as heads_app
 from selfspec.cli.help import Group
@@ -59,9 +59,7 @@ def _version(is_asked: bool) -> None:
 def main(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", "-V", metavar="", help="Show the version and exit.", callback=_show_version, is_eager=True
-        ),
+        typer.Option("--version", "-V", metavar="", help="Show the version and exit.", callback=_version, is_eager=True),
     ] = False,
 ) -> None:
     """Several tokens per forward pass from a frozen Hugging Face model, with unchanged output.
@@ -75,7 +73,7 @@ def main(
     os.environ.setdefault("LRU_CACHE_CAPACITY", "256")
 
 
-for commands in (generate, chat, serve, page, bench, bench_runtime, bench_serve, plan, fetch, doctor):
+for commands in (generate, chat, serve, page, train, bench, bench_runtime, bench_serve, plan, fetch, doctor):
     commands.register(app)
 app.add_typer(data_app, name="data")
 app.add_typer(heads_app)

@@ -124,6 +124,8 @@ def register(cli: typer.Typer) -> None:
         """Predict memory, the best draft size and the speed-up on an accelerator, without loading weights.
 
         Example: selfspec plan --drafter eagle --gpu h100 --batch-size 8
+
+        Example: selfspec plan PATH_OR_ID --drafter draft_model:PATH_OR_ID --gpu l4 --alpha 0.7
         """
         quiet_libraries()
         from selfspec.cli import display

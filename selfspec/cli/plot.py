@@ -23,6 +23,8 @@ def plot(
     """Draw what a benchmark measured before.
 
     Example: selfspec plot bench.jsonl --output bench.png
+
+    Example: selfspec plot engine.jsonl --output engine.svg
     """
     check_matplotlib()
 

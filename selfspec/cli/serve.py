@@ -35,7 +35,7 @@ def register(cli: typer.Typer) -> None:
         drafter: Annotated[
             list[str] | None,
             typer.Option(
-                "--drafter", help="what proposes tokens, ngram by default; repeatable, and a request may choose among them"
+                "--drafter", help="what proposes tokens, auto by default; repeatable, and a request may choose among them"
             ),
         ] = None,
         draft: DraftOptions,
@@ -49,37 +49,20 @@ def register(cli: typer.Typer) -> None:
         """Serve the target over HTTP with OpenAI's and Anthropic's APIs.
 
         Example: selfspec serve --drafter eagle --drafter ngram --port 8000
+
+        Example: selfspec serve PATH_OR_ID --app
         """
         from selfspec.cli import display
         from selfspec.serve.sockets import listen, url_of
 
         check_host(host)
-        try:
-            import fastapi  # noqa: F401
-            import prometheus_client  # noqa: F401
-            import uvicorn  # noqa: F401
-        except ImportError as error:
-            raise ValueError(
-                "serving needs fastapi, uvicorn and prometheus-client: pip install 'selfspec[serve]'"
-            ) from error
-
-        from selfspec.model.load import resolve_device
-        from selfspec.serve.remote import RemoteEngine
-        from selfspec.serve.server import listen, run
-        from selfspec.serve.service import Service
-
-        quiet_libraries()
-        capture = open_capture(options)
-        service = Service(source_of(target), options, host=host)
-        if not service.api_keys:
-            warn_if_open(host, "think of --api-key")
         listener = listen(host, port)
         # It turns while libraries are imported and the model is loaded in a thread, and stops when that is ready.
         spinner = ExitStack()
         say = spinner.enter_context(display.stage("importing torch, transformers and fastapi"))
         try:
             check_libraries()
-            from selfspec.model.load import resolve_device
+            from selfspec.model.devices import resolve_device
             from selfspec.serve.remote import RemoteEngine
             from selfspec.serve.server import run
             from selfspec.serve.service import Service
@@ -89,7 +72,7 @@ def register(cli: typer.Typer) -> None:
             service = Service(source_of(target), options, host=host)
             if not service.api_keys:
                 warn_if_open(host, "think of --api-key")
-            make = partial(load_engine, target, drafter or ["ngram"], draft, options)
+            make = partial(load_engine, target, drafter or ["auto"], draft, options)
 
             def load() -> None:
                 say(f"loading {service.name}")
@@ -175,9 +158,11 @@ def load_engine(
     quiet_libraries()
     model = load_target(target)
     loaded = [load_drafter_of(draft, spec, model) for spec in dict.fromkeys(drafters)]
+    # By name, because `auto` may be one that is named beside it.
+    by_name = {each.name: each for each in loaded if each is not None}
     return make_engine(
         model,
-        [each for each in loaded if each is not None],
+        list(by_name.values()),
         options,
         use_cost_guard=not draft.no_cost_guard,
         listener=listener,

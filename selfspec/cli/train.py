@@ -70,6 +70,8 @@ def train(
     The target writes every answer anew by default, because a head must predict what this target says.
 
     Example: selfspec train logs/ --head eagle --minutes 15
+
+    Example: selfspec train logs/ --target PATH_OR_ID --head medusa --output runs/mine
     """
     check_request(head, minutes, start_from, target, sources)
     output = output or Path("runs") / head
@@ -161,6 +163,8 @@ def compare_runs(
     """Show trainings beside each other: a table, and a picture of their loss and acceptance.
 
     Example: selfspec compare-runs runs/eagle runs/medusa --output curves.svg
+
+    Example: selfspec compare-runs runs/one runs/two
     """
     from selfspec.train.runs import picture, read_runs
 

@@ -64,58 +64,14 @@ def _early_exit(target: Target, head: EarlyExitHead, *, name: str, is_sampled: b
     return DraftModelDrafter(student_target(target, head), target.vocab_size, is_sampled=is_sampled, name=name, **tree)
 
 
-KINDS: dict[str, Kind] = {
-    kind.name: kind
-    for kind in (
-        Kind("none", "plain", "plain decoding"),
-        Kind(
-            "ngram",
-            "n-gram",
-            "prompt lookup; ngram:K drafts at most K tokens",
-            default_shape=NgramDrafter.default_shape,
-        ),
-        Kind(
-            "draft_model",
-            "draft model",
-            "draft_model:PATH_OR_ID drafts with a smaller model of the same vocabulary",
-            heads=(DistilledDraft,),
-            make=_early_exit,
-            default_shape=DraftModelDrafter.default_shape,
-            has_model=True,
-            has_weights=True,
-        ),
-        Kind(
-            "early_exit",
-            "early exit",
-            "early_exit:PATH_OR_ID drafts a tree with the target's own first layers and trained blocks on top",
-            heads=(EarlyExitHead,),
-            make=_early_exit,
-            default_shape=EarlyExitDrafter.default_shape,
-        ),
-        Kind(
-            "truncated",
-            "first layers",
-            "truncated:L drafts with the target's own first L layers, untrained",
-            default_shape=DraftModelDrafter.default_shape,
-            has_model=True,
-        ),
-        Kind(
-            "medusa",
-            "Medusa",
-            "medusa:PATH_OR_ID drafts a tree with trained Medusa heads",
-            heads=(MedusaHead,),
-            make=MedusaDrafter,
-            default_shape=MedusaDrafter.default_shape,
-        ),
-        Kind(
-            "eagle",
-            "EAGLE",
-            "eagle:PATH_OR_ID drafts a tree with a trained EAGLE head",
-            heads=(EagleHead, Eagle1Head),
-            make=EagleDrafter,
-            default_shape=EagleDrafter.default_shape,
-        ),
-    )
+# What stands behind the names that have more than a name.
+_PARTS: dict[str, dict[str, Any]] = {
+    "ngram": {"default_shape": NgramDrafter.default_shape},
+    "truncated": {"default_shape": DraftModelDrafter.default_shape},
+    "eagle": {"heads": (EagleHead, Eagle1Head), "make": EagleDrafter, "default_shape": EagleDrafter.default_shape},
+    "medusa": {"heads": (MedusaHead,), "make": MedusaDrafter, "default_shape": MedusaDrafter.default_shape},
+    "early_exit": {"heads": (EarlyExitHead,), "make": _early_exit, "default_shape": EarlyExitDrafter.default_shape},
+    "draft_model": {"heads": (DistilledDraft,), "make": _early_exit, "default_shape": DraftModelDrafter.default_shape},
 }
 KINDS: dict[str, Kind] = {name.name: Kind(**asdict(name), **_PARTS.get(name.name, {})) for name in NAMES.values()}
 

@@ -10,14 +10,12 @@ from typing import Any
 
 from selfspec.drafters.names import HEADS, KINDS
 from selfspec.drafters.specs import BEST
+from selfspec.files import shipped_heads
 from selfspec.heads.base import CONFIG_NAME, DraftHead, HeadConfig, TargetIdentity, find_head, read_config
 from selfspec.model.adapter import adapter_hash
 from selfspec.model.target import Target
 
 logger = logging.getLogger(__name__)
-
-# heads/pretrained/TARGET/NAME, installed with the package.
-SHIPPED = Path(__file__).parents[1] / "heads" / "pretrained"
 
 
 def identity(target: Target) -> TargetIdentity:

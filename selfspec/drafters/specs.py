@@ -39,7 +39,7 @@ class DrafterName:
 NAMES: dict[str, DrafterName] = {
     name.name: name
     for name in (
-        DrafterName("none", "autoregressive", "autoregressive decoding"),
+        DrafterName("none", "plain", "plain decoding"),
         DrafterName("auto", "automatic", "the shipped head that fits the target, or else ngram"),
         DrafterName("ngram", "n-gram", "prompt lookup; ngram:K drafts at most K tokens"),
         DrafterName("eagle", "EAGLE", "eagle:PATH_OR_ID drafts a tree with a trained EAGLE head", takes_path=True),

@@ -13,6 +13,7 @@ import torch
 from selfspec.cache.blocks import CacheRow
 from selfspec.cache.kv import KVShape
 from selfspec.model.attention import ATTENTION_NAME, TreePass, register
+from selfspec.model.cpu_layer import speed_up_layers
 from selfspec.model.fused_layer import fuse_layers
 from selfspec.model.layers import decoder_layers
 from selfspec.model.load import check_family

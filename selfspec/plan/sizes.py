@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from selfspec.cache.kv import KVShape
 from selfspec.drafters.names import HEADS, KINDS, STUDENT_SHAPE
-from selfspec.drafters.shipped import is_head, shipped_heads
+from selfspec.drafters.shipped import is_head
 from selfspec.drafters.specs import BEST
+from selfspec.files import shipped_heads
 from selfspec.heads.base import CONFIG_NAME, DraftHead, find_head, read_config
 from selfspec.heads.eagle import Eagle1Head, EagleHead
 from selfspec.heads.early_exit import EarlyExitHead

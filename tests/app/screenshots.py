@@ -81,7 +81,8 @@ def plan(page: Page, address: str) -> None:
     page.press("#plan-batch input[type=number]", "Tab")
     for place, card in ("#plan-card", "l4"), ("#plan-other", "l40s"):
         page.click(f"{place} input")
-        page.get_by_role("option", name=card, exact=True).click()
+        # The list that was opened before may be there still, on its way out.
+        page.get_by_role("option", name=card, exact=True).last.click()
     page.wait_for_selector("#plan-plot .line.s1")
     page.wait_for_timeout(500)
 

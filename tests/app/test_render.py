@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.app import render, why_render
-from selfspec.app.race import Column, Node, Parting, StepRecord
+from selfspec.app.records import Column, Node, StepRecord
 from selfspec.app.render import spans
 from selfspec.app.why_render import acceptance_by_position, tree
 from selfspec.app.words import fate, visible
@@ -112,10 +112,10 @@ def test_hostile_tokens_stay_text():
     nodes = [Node(0, HOSTILE, -1, 0, None), Node(1, HOSTILE, 0, 1, 0.5)]
     evil = step(nodes, [0], [HOSTILE], at=0.5)
     for html in (
-        render.columns([column, column], {HOSTILE: badge}, is_comparable=True),
+        spans([evil]),
         why_render.step([evil], 0),
         why_render.answer([evil], 0),
-        why_render.plots(column),
+        why_render.plots(Column(HOSTILE, HOSTILE, [evil])),
         render.note(HOSTILE, "error"),
         render.facts({HOSTILE: HOSTILE}),
         render.permalink(HOSTILE),

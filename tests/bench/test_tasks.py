@@ -78,7 +78,18 @@ def bench(tiny_target_dir: Path, tmp_path: Path):
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def run(*args: object, code: int = 0):
-        options = ["--target", tiny_target_dir, "--prompts", prompts, "--max-new-tokens", 4, "--no-baseline", *args]
+        options = [
+            "--target",
+            tiny_target_dir,
+            "--prompts",
+            prompts,
+            "--drafters",
+            "ngram",
+            "--max-new-tokens",
+            4,
+            "--no-baseline",
+            *args,
+        ]
         result = CliRunner().invoke(app, ["bench", *map(str, options)])
         assert result.exit_code == code, result.output
         return result

@@ -103,7 +103,7 @@ def test_every_part_of_a_benchmark_has_all_tasks() -> None:
     [
         (["--streams", "1,x"], "--streams '1,x' is not a list of whole numbers"),
         (["--drafter", "none"], "--drafter none is not one drafter to compare with plain decoding"),
-        (["--drafter", "ngram,truncated:1"], "--drafter ngram,truncated:1 is not one drafter"),
+        (["--drafter", "ngram,truncated:1"], "drafter 'ngram,truncated:1' is not known"),
         (["--expand", "256x4x512x32", "--drafter", "early_exit"], "drafter 'early_exit' cannot be expanded"),
         (["--streams", "999"], "prompts are needed, and there are"),
     ],

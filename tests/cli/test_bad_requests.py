@@ -170,7 +170,7 @@ def test_an_output_that_cannot_be_written_takes_one_line(refuse, prompt_file, pa
         ("generate", ["extra"], "extra"),
         ("chat", ["--n", "0"], "--n"),
         ("demo", ["--max-new-tokens", "0"], "--max-new-tokens"),
-        ("bench", ["--per-task", "0"], "--per-task"),
+        ("bench", ["--per-task", "-1"], "--per-task"),
         ("bench-engine", ["--repeats", "0"], "--repeats"),
         ("serve", ["--port", "99999"], "--port"),
         ("app", ["--port", "0"], "--port"),

@@ -215,6 +215,11 @@ def test_the_first_message_may_be_an_argument(run: Run) -> None:
     assert run("the cat", stdin="the dog\n").stdout.count("acceptance length") == 2
 
 
+@pytest.mark.parametrize("message", ["smollm2", "Qwen/Qwen3-0.6B", "."])
+def test_a_target_in_the_place_of_a_message_is_told(run: Run, message: str) -> None:
+    assert f"{message} looks like a target: write --target {message}" in run(message, code=1).stderr
+
+
 def test_numbers_of_tokens_are_not_for_a_chat(run: Run) -> None:
     for option in (("--n", "2"), ("--logprobs",)):
         assert "No such option" in run(*option, code=2).stderr

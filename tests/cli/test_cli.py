@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from selfspec import failures
+from selfspec.bench.machine import this_machine
 from selfspec.cli import display, doctor
 from selfspec.cli.main import app
 
@@ -176,13 +177,13 @@ def test_generate_says_at_the_end_how_fast_it_was(run, prompt_file, tmp_path):
 
 
 def test_the_target_may_be_the_argument(tiny_target_dir, monkeypatch):
-    options = ["--max-new-tokens", "4", "--ignore-eos"]
-    by_name = CliRunner().invoke(app, ["chat", "-m", str(tiny_target_dir), *options], input="the cat\n")
-    by_place = CliRunner().invoke(app, ["chat", str(tiny_target_dir), *options], input="the cat\n")
     monkeypatch.setattr("selfspec.model.default_target.default_target", lambda: tiny_target_dir)
-    default = CliRunner().invoke(app, ["chat", "smollm2", *options], input="the cat\n")
-    answers = [result.stdout.splitlines()[0] for result in (by_name, by_place, default)]
-    assert answers[0] and len(set(answers)) == 1
+    plans = [
+        CliRunner().invoke(app, ["plan", *target, "--gpu", "h100", "--json"]).stdout
+        for target in (["-m", str(tiny_target_dir)], [str(tiny_target_dir)], ["smollm2"])
+    ]
+    read = [json.loads(plan) for plan in plans]
+    assert read[0] == read[1] and read[0]["memory"] == read[2]["memory"]
 
 
 def test_compare_says_whether_the_outputs_agree(run, prompt_file):

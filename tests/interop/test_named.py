@@ -9,9 +9,8 @@ import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
-from selfspec import Target
+from selfspec import Target, files
 from selfspec.cli.heads import app
-from selfspec.drafters import shipped
 from selfspec.drafters.shipped import identity
 from selfspec.heads.medusa import MedusaConfig, MedusaHead
 from selfspec.interop.named import check_name, named_head, shipped_as
@@ -32,7 +31,7 @@ def shipped_medusa(tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.Mo
         head.save_pretrained(tmp_path / "pretrained" / name / "medusa")
     config = tmp_path / "pretrained" / "another" / "medusa" / "config.json"
     config.write_text(config.read_text().replace('"hidden_size": 32', '"hidden_size": 48'))
-    monkeypatch.setattr(shipped, "SHIPPED", tmp_path / "pretrained")
+    monkeypatch.setattr(files, "SHIPPED_HEADS", tmp_path / "pretrained")
     return tmp_path / "pretrained" / "tiny" / "medusa"
 
 

@@ -92,7 +92,8 @@ def test_requests_and_the_end_are_logged(serve: Callable[..., subprocess.Popen[s
     assert all(route in " ".join(routes) for route in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/health"))
     assert example.startswith(f"try:  curl {url}/chat/completions -H 'Content-Type: application/json' -d '{{")
     assert json.loads(shlex.split(example)[-1])["model"] == "mine"
-    request, end = err.splitlines()
+    chosen, request, end = err.splitlines()
+    assert "drafter ngram: no shipped head fits" in chosen
     assert " INFO POST /v1/completions 200 in " in request and "+2 tokens, req-" in request
     assert re.search(r" ms, first token after \d+ ms, [\d.]+ tokens/s, acceptance length [\d.]+, \d+\+2 tokens", request)
     assert end.endswith(" INFO SIGTERM: waiting for the running answers")

@@ -89,6 +89,7 @@ def test_refusals(monkeypatch):
 
 
 def test_every_similarity_that_is_allowed_can_be_asked_for() -> None:
+    pytest.importorskip("datasketch", reason="finding near-duplicates needs datasketch: pip install 'selfspec[train]'")
     asked = [Conversation(str(i), [{"role": "user", "content": text}]) for i, text in enumerate(["a b c", "a b c", "d e f"])]
     for similarity in (0.01, 0.5, 0.97, 0.999, 1.0):
         assert [each.id for each in clean(asked, Report(), similarity=similarity)] == ["0", "2"]

@@ -284,7 +284,8 @@ def test_a_preparation_that_cannot_be(
 
 
 def test_greedy_prompts_are_refused_before_the_target_is_loaded(place: Path) -> None:
-    options = ["--number=2", "--output", str(place / "out.jsonl"), "--target", str(place / "absent")]
+    (place / "empty").mkdir()
+    options = ["--number=2", "--output", str(place / "out.jsonl"), "--target", str(place / "empty")]
     result = CliRunner().invoke(app, ["data", "prompts", *options])
     assert result.exit_code == 1 and "pass a --temperature above 0" in " ".join(result.stderr.split())
     assert not (place / "out.jsonl").exists()

@@ -136,7 +136,7 @@ def test_a_run_pushes_its_head_and_nothing_else(
     output = tmp_path / "run"
     recipe("medusa").main(flags(output, push_to_hub=True, hub_model_id=REPO, hub_token=TOKEN))
     assert hub.files == {file.name: file.read_bytes() for file in (output / "head").iterdir()}
-    assert set(hub.files) == {"README.md", "config.json", "model.safetensors"}
+    assert set(hub.files) == {"README.md", "config.json", "curves.svg", "model.safetensors"}
     assert TOKEN not in (output / "run.json").read_text()
 
     pulled, trained = MedusaHead.from_pretrained(REPO), MedusaHead.from_pretrained(output / "head")
