@@ -52,6 +52,8 @@ SHORTENED = {
     r"^selfspec bench-runtime": "--num-prompts 1 --max-new-tokens 8 --repeats 2 --contexts 64 --nodes 1,8",
     r"^selfspec bench-serve": "--num-prompts 4 --max-tokens 8",
     r"^accelerate launch .*recipes": "--max_steps 2 --eval_prompts 2",
+    # The port may be another server's.
+    r"^selfspec serve": "--port 0",
     r"^selfspec data prompts": "--number 4 --max-new-tokens 32",
 }
 # Commands that run until they are stopped, and what their output says when they are ready.
