@@ -56,8 +56,9 @@ SHORTENED = {
     r"^selfspec serve": "--port 0",
     r"^selfspec data prompts": "--number 4 --max-new-tokens 32",
 }
-# Commands that run until they are stopped, and what their output says when they are ready.
-LASTING = {r"^selfspec serve": "http", r"^selfspec app|^python app": "http"}
+# Commands that run until they are stopped, and what they say when they are ready.
+LASTING = r"^selfspec (serve|app)|^python app"
+READY = "(Ctrl-C ends it)"
 TALKS_TO_A_SERVER = r"127\.0\.0\.1:8000"
 
 
@@ -159,7 +160,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def run(command: Documented, work: Path) -> str:
     """`ok`, or why not."""
     line = command.line(work)
-    lasting = any(re.search(pattern, line) for pattern in LASTING)
+    lasting = re.search(LASTING, line) is not None
     log = work / "command.log"
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -167,7 +168,7 @@ def run(command: Documented, work: Path) -> str:
         )
         deadline = time.monotonic() + TIME_LIMIT
         while process.poll() is None and time.monotonic() < deadline:
-            if lasting and re.search(r"http://\S+:\d+", log.read_text(errors="replace")):
+            if lasting and READY in log.read_text(errors="replace"):
                 stop(process)
                 return "ok"
             time.sleep(0.2)
