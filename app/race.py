@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from selfspec.app.records import Column, Node, Parting, StepRecord
 from selfspec.bench.baseline import stream_transformers
-from selfspec.bench.compare import WARM_UP
+from selfspec.bench.compare import WARM_UP, warm_up_text
+from selfspec.bench.lanes import take_turns
 from selfspec.drafters import Drafter
 from selfspec.loop.decode import decode
 from selfspec.loop.group import Step
@@ -63,17 +64,16 @@ def run_level(
     a slow spell of the machine meets all of them.
     """
     with ExitStack() as stack:
-        running = [
+        lanes = [
             (contestant[0], stack.enter_context(closing(_steps(target, request, contestant, use_cost_guard=use_cost_guard))))
             for contestant in contestants
         ]
-        while running and not is_stopped():
-            # Of several that are level, the first.
-            behind = min(running, key=lambda pair: pair[0].seconds)
-            column, steps = behind
-            if next(steps, None) is None:
-                running.remove(behind)
-            else:
+
+        def step(lane: tuple[Column, Generator[Column]]) -> bool:
+            return not is_stopped() and next(lane[1], None) is not None
+
+        for (column, _), is_taken in take_turns(lanes, lambda lane: lane[0].seconds, step):
+            if is_taken:
                 yield column
 
 
@@ -89,7 +89,7 @@ def run_alone(
     for contestant in contestants:
         if is_stopped():
             return
-        warm_up(target, request.prompt_ids, contestant[1])
+        warm_up(target, warm_up_text(request.prompt_ids), contestant[1])
         with closing(_steps(target, request, contestant, use_cost_guard=use_cost_guard)) as steps:
             while not is_stopped() and next(steps, None) is not None:
                 yield contestant[0]

@@ -98,6 +98,7 @@ class RemoteRaces(Races):
             message = f"Each column ran alone on {self.server.url}, one after the other; the clock is this page's"
             for place, (name, call) in enumerate(calls.items(), start=1):
                 yield View(f"Warming {label_of(name)} up ({place} of {len(calls)}) …", result.html(is_over=False))
+                # On the same prompt, because the server keeps it: otherwise only the first column would have to read it.
                 warm_up = Call(call.path, {**call.body, "max_tokens": WARM_UP.max_new_tokens})
                 for _ in self.server.stream({name: warm_up}, stop.is_set):
                     pass

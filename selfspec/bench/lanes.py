@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from transformers import PreTrainedModel
 
@@ -20,6 +21,8 @@ from selfspec.loop.drafter import Drafter
 from selfspec.loop.planner import Planner
 from selfspec.loop.sequence import Request
 from selfspec.model.target import Target
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -98,15 +101,33 @@ def transformers_turns(model: PreTrainedModel, prompt_ids: Sequence[int], max_ne
 
 def race_level(contestants: Mapping[str, Iterator[Turn]], clock: Callable[[], float] = time.perf_counter) -> Iterator[Lane]:
     """Run all lanes to their ends, and yield a lane after each of its turns and once more when it is done."""
-    lanes = {name: Lane(name) for name in contestants}
-    while waiting := [lane for lane in lanes.values() if not lane.is_done]:
-        # Of several that are level, the one named first.
-        lane = min(waiting, key=lambda lane: lane.seconds)
+
+    def step(lane: Lane) -> bool:
         start = clock()
         turn = next(contestants[lane.name], None)
         lane.seconds += clock() - start
-        if turn is None:
-            lane.is_done = True
-        else:
+        if turn is not None:
             lane.turns.append(turn)
+        lane.is_done = turn is None
+        return turn is not None
+
+    for lane, _ in take_turns([Lane(name) for name in contestants], lambda lane: lane.seconds, step):
         yield lane
+
+
+def take_turns(lanes: Iterable[T], seconds_of: Callable[[T], float], step: Callable[[T], bool]) -> Iterator[tuple[T, bool]]:
+    """Let the lane whose clock is furthest behind take the next step, until all have ended; of level ones the first.
+
+    Args:
+        step: takes a lane's next step; false where there is none.
+
+    Yields:
+        The lane, and whether there was a step to take.
+    """
+    running = list(lanes)
+    while running:
+        lane = min(running, key=seconds_of)
+        is_taken = step(lane)
+        if not is_taken:
+            running.remove(lane)
+        yield lane, is_taken

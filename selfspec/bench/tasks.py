@@ -23,7 +23,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from selfspec.api import Completion, completion_of
-from selfspec.bench.compare import BASELINE, PLAIN, WARM_UP, TimedAnswer, transformers_run
+from selfspec.bench.compare import BASELINE, PLAIN, WARM_UP, TimedAnswer, transformers_run, warm_up_text
 from selfspec.config import SamplingParams
 from selfspec.drafters import Drafter
 from selfspec.loop.decode import decode
@@ -128,7 +128,7 @@ def measure_tasks(
     modes = {PLAIN: None, **drafters}
     rows = [(task, row) for task, of in tasks.items() for row in of]
     prompts = encode_prompts(target, [row for _, row in rows])
-    on_start(len(prompts) * _warm_up(target, sorted(prompts, key=len)[len(prompts) // 2], modes, settings))
+    on_start(len(prompts) * _warm_up(target, warm_up_text(sorted(prompts, key=len)[len(prompts) // 2]), modes, settings))
     baseline = None
     if settings.baseline is not None:
         baseline = transformers_run(target, prompts, sampling=settings.sampling, source=settings.baseline)

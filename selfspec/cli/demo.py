@@ -85,7 +85,7 @@ def _race_all(
 
     with display.stage(f"loading {source_of(target)}") as report:
         from selfspec.bench.baseline import load_baseline
-        from selfspec.bench.compare import WARM_UP, Mode, TimedAnswer
+        from selfspec.bench.compare import WARM_UP, Mode, TimedAnswer, warm_up_text
         from selfspec.bench.lanes import lane_names, race
         from selfspec.cli.race_view import RaceView
         from selfspec.drafters.options import load_drafter_of
@@ -98,7 +98,7 @@ def _race_all(
         report("loading transformers' copy of the target")
         baseline = load_baseline(model, source_of(target), revision=target.revision)
         report("warming up")
-        list(race(model, drafters, baseline, prompts[0], WARM_UP))
+        list(race(model, drafters, baseline, warm_up_text(prompts[0]), WARM_UP))
     if target.target is None:
         display.stdout.print(TINY)
     display.stdout.print(EXPLANATION)

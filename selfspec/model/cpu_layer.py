@@ -11,7 +11,6 @@ Outside tree passes that forward runs as it is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import nn
 
 from selfspec.model.attention import AttentionOptions, TreePass
 from selfspec.model.fuse import GATED_MLP_NAMES, eps_of, is_rms_norm, rms_norm_rule
-from selfspec.model.fused_layer import ATTENTION_NAMES, HEAD_NORM_NAMES, LAYER_NAMES
+from selfspec.model.fused_layer import norms_of_common, replace_forwards
 from selfspec.model.shared_input import MergedLayer
 
 # From [..., E] to [..., E].
@@ -39,39 +38,26 @@ def speed_up_layers(layers: list[nn.Module], options: dict[int, AttentionOptions
     """
     if not all(_is_common(layer) for layer in layers):
         return None
-    for number, layer in enumerate(layers):
-        layer.forward = MethodType(_forward_of(layer, options[number]), layer)
-
-    def undo() -> None:
-        for layer in layers:
-            del layer.forward
-
-    return undo
+    return replace_forwards(layers, [_forward_of(layer, options[number]) for number, layer in enumerate(layers)])
 
 
 def _is_common(layer: nn.Module) -> bool:
-    if "forward" in layer.__dict__:
-        # It has a short forward already, from another target that shares the layer.
+    norms = norms_of_common(layer)
+    if norms is None:
         return False
-    parts = layer._modules
-    if set(parts) != LAYER_NAMES:
-        return False
-    attention: Any = parts["self_attn"]
-    mlp: Any = parts["mlp"]
-    names = set(attention._modules)
-    if names not in (ATTENTION_NAMES, ATTENTION_NAMES | HEAD_NORM_NAMES) or set(mlp._modules) != GATED_MLP_NAMES:
+    parts: Any = layer._modules
+    attention, mlp = parts["self_attn"], parts["mlp"]
+    if set(mlp._modules) != GATED_MLP_NAMES:
         return False
     if getattr(layer, "residual_multiplier", 1.0) != 1.0 or not getattr(attention, "use_rope", True):
         # As in Granite and in some layers of SmolLM3.
         return False
     groups = [[getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")], [mlp.gate_proj, mlp.up_proj]]
-    norms = [parts["input_layernorm"], parts["post_attention_layernorm"]]
-    norms += [getattr(attention, name) for name in sorted(names & HEAD_NORM_NAMES)]
     x = torch.linspace(-3.0, 3.0, 7)
     return (
         all(isinstance(each, MergedLayer) and each.merged is group[0].merged for group in groups for each in group)
         and torch.equal(mlp.act_fn(x), F.silu(x))
-        and all(norm is not None and _norm_of(norm) is not None for norm in norms)
+        and all(_norm_of(norm) is not None for norm in norms)
     )
 
 

@@ -12,7 +12,7 @@ Outside tree passes that forward runs as it is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -43,9 +43,17 @@ def fuse_layers(layers: list[nn.Module], options: dict[int, AttentionOptions]) -
     if not all(_is_common(layer) for layer in layers):
         return None
     norms = [norm_of(layer.input_layernorm) for layer in layers]
-    for number, layer in enumerate(layers):
-        next_norm = norms[number + 1] if number + 1 < len(layers) else None
-        layer.forward = MethodType(_forward_of(layer, options[number], norms[number], next_norm), layer)
+    after: list[Any] = [*norms[1:], None]
+    return replace_forwards(
+        layers,
+        [_forward_of(layer, options[i], norms[i], after[i]) for i, layer in enumerate(layers)],
+    )
+
+
+def replace_forwards(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]]) -> Callable[[], None]:
+    """Give each layer a forward of its own, in place; returns a function that undoes it."""
+    for layer, forward in zip(layers, forwards, strict=True):
+        layer.forward = MethodType(forward, layer)
 
     def undo() -> None:
         for layer in layers:
@@ -54,26 +62,34 @@ def fuse_layers(layers: list[nn.Module], options: dict[int, AttentionOptions]) -
     return undo
 
 
+def norms_of_common(layer: nn.Module) -> list[nn.Module] | None:
+    """The norms of a layer with the common parts; None for another one, or one whose forward was replaced already.
+
+    The latter happens where two targets share layers.
+    """
+    parts: Any = layer._modules
+    if "forward" in layer.__dict__ or set(parts) != LAYER_NAMES:
+        return None
+    attention = parts["self_attn"]._modules
+    head_norms = sorted(set(attention) & HEAD_NORM_NAMES)
+    if set(attention) - set(head_norms) != ATTENTION_NAMES or len(head_norms) not in (0, len(HEAD_NORM_NAMES)):
+        return None
+    return [parts["input_layernorm"], parts["post_attention_layernorm"], *(attention[name] for name in head_norms)]
+
+
 def _is_common(layer: nn.Module) -> bool:
-    if "forward" in layer.__dict__:
-        # It has a fused forward already, from another target that shares the layer.
+    norms = norms_of_common(layer)
+    if norms is None:
         return False
-    parts = layer._modules
-    if set(parts) != LAYER_NAMES:
-        return False
-    attention = parts["self_attn"]._modules  # type: ignore[union-attr]
-    norms = [parts["input_layernorm"], parts["post_attention_layernorm"]]
-    if set(attention) == ATTENTION_NAMES | HEAD_NORM_NAMES:
-        norms += [attention[name] for name in HEAD_NORM_NAMES]
-    elif set(attention) != ATTENTION_NAMES:
-        return False
+    parts: Any = layer._modules
+    attention, mlp = parts["self_attn"]._modules, parts["mlp"]
     merged = [getattr(attention[name], "merged", None) for name in ("q_proj", "k_proj", "v_proj")]
     return (
         merged[0] is not None
         and all(each is merged[0] for each in merged)
         and type(attention["o_proj"]) is FusedLinear
-        and isinstance(parts["mlp"], FusedGatedMLP)
-        and type(parts["mlp"].down_proj) is FusedLinear
+        and isinstance(mlp, FusedGatedMLP)
+        and type(mlp.down_proj) is FusedLinear
         and all(isinstance(norm, FusedRMSNorm) for norm in norms)
     )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,40 @@ def browser() -> Iterator[Any]:
         browser = driver.chromium.launch(executable_path=chromium, args=CHROMIUM_OPTIONS)
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def slow_target(target: Target) -> Iterator[Target]:
+    """The target, of which every pass takes 20 ms longer, so that something can be seen of an answer."""
+    run_flat = target.run_flat
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.02)
+        return run_flat(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, "run_flat", slowly)
+        yield target
+
+
+@pytest.fixture
+def barriers() -> Callable[[Any], list[str]]:
+    """What axe finds on a page against WCAG A and AA: the rule, the element, and what is wrong with it."""
+    axe = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="checking accessibility needs axe: pip install axe-playwright-python"
+    ).Axe()
+
+    def found(page: Any) -> list[str]:
+        # Transitions of colours must have ended.
+        page.wait_for_timeout(500)
+        response = axe.run(page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}).response
+        return [
+            f"{violation['id']}: {node['html'][:200]} {node['failureSummary'][:300]}"
+            for violation in response["violations"]
+            for node in violation["nodes"]
+        ]
+
+    return found
 
 
 @pytest.fixture

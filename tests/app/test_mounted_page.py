@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from urllib.parse import urlencode
 
@@ -30,18 +29,10 @@ def started(target, **options: object) -> LiveServer:
 
 
 @pytest.fixture(scope="module")
-def live(target) -> Iterator[LiveServer]:
-    verify = target.run_flat
-
-    def slow_verify(*args, **kwargs):
-        time.sleep(0.02)
-        return verify(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target, "run_flat", slow_verify)
-        server = started(target)
-        yield server
-        server.close()
+def live(slow_target) -> Iterator[LiveServer]:
+    server = started(slow_target)
+    yield server
+    server.close()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from urllib.parse import urlencode
 
@@ -24,20 +23,12 @@ PROMPT = "the cat sat on the mat and the cat sat on"
 
 
 @pytest.fixture(scope="module")
-def live(target) -> Iterator[LiveServer]:
-    verify = target.run_flat
-
-    def slow_verify(*args, **kwargs):
-        time.sleep(0.02)
-        return verify(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target, "run_flat", slow_verify)
-        service = Service("models/tiny", ServeOptions(api_key=["key"]))
-        service.open(target, [NgramDrafter(4)], use_cost_guard=False)
-        live = LiveServer(service)
-        yield live
-        live.close()
+def live(slow_target) -> Iterator[LiveServer]:
+    service = Service("models/tiny", ServeOptions(api_key=["key"]))
+    service.open(slow_target, [NgramDrafter(4)], use_cost_guard=False)
+    live = LiveServer(service)
+    yield live
+    live.close()
 
 
 @pytest.fixture(scope="module")
